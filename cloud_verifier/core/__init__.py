@@ -1,0 +1,1 @@
+"""The pure session and scheduling logic of a verifier: no clock, thread, socket or model inside."""

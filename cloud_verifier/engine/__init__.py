@@ -1,0 +1,1 @@
+"""Target models behind one port, and what they need: slots, verification, preparation."""

@@ -1,0 +1,54 @@
+"""The target port: the big model that decides, many sequences in one forward.
+
+Held by ``tests/contract/test_target.py`` for every implementation. The engine has no policy: which
+slot belongs to whom, what is evicted and what runs next is decided in ``cloud_verifier.core``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from broker.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one session puts into a forward.
+
+    ``slot``: index of its place in the K/V store. ``keep``: tokens of that slot that stay valid;
+    what lies behind is forgotten first (rejected drafts, an evicted session's rest). ``tokens``
+    are appended at sequence positions ``keep``, ``keep+1``, ...; at least one. The target's choice
+    is asked after each of the last ``choices`` tokens (0: prefill only), the first of them being
+    the choice for generated position ``position``, with ``sampling`` and its noise.
+    """
+
+    slot: int
+    keep: int
+    tokens: tuple[int, ...]
+    choices: int
+    position: int
+    sampling: Sampling
+
+
+class Target(Protocol):
+    """A loaded target model. ``forward`` is called from one thread, never two at a time."""
+
+    name: str
+    vocab_size: int
+    context: int
+    vocab_hash: str
+    eos_ids: frozenset[int]
+    max_slots: int
+
+    def forward(self, batch: Sequence[Work]) -> list[list[int]]:
+        """One packed forward over all of ``batch`` (distinct slots).
+
+        Returns per work a list of ``work.choices`` token ids. The result of one work does not
+        depend on its company. Raises ModelError when the model fails: the slots of the batch then
+        hold ``keep`` valid tokens at most and the caller must start them again from 0.
+        """
+        ...
+
+    def close(self) -> None: ...
