@@ -1,0 +1,132 @@
+"""The draft's model file: a given GGUF, or a demo pair's, requantised once into the cache.
+
+``python -m edge_agent.prepare --pair smollm2`` prepares ahead of time and prints the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker.cache import Progress, prepare_once, say
+from broker.child import end_with_parent, run_step
+from broker.errors import ConfigError, ModelError, PipesdError
+from broker.gguf_header import read_header
+from broker.pairs import (
+    PAIRS,
+    SOURCE_QUANT,
+    Pair,
+    check_quant,
+    check_source,
+    find_pair,
+    source_file,
+)
+
+# llama.cpp's llama_ftype of each draft quantisation.
+_FTYPES = {"q2_k": 10, "q3_k_m": 12}
+_RECIPE = "1"
+_LIMIT_S = 900.0
+_THREADS = 2
+
+
+def resolve_draft(
+    draft: str | None, pair: str | None = None, quant: str | None = None, progress: Progress = say
+) -> Path:
+    """The GGUF file to draft with: the file ``draft``, or the draft of ``pair``.
+
+    ``quant``: the pair's draft quantisation, None for the pair's default. Raises ConfigError when
+    neither or both are given, a name is unknown or a package is missing; ModelError when the file
+    is missing, truncated or no GGUF.
+    """
+    if draft is not None and pair is not None:
+        raise ConfigError("give --draft or --pair, not both")
+    if pair is not None:
+        return prepare_draft(pair, quant, progress)
+    if draft is None:
+        raise ConfigError("no draft model; give --draft FILE.gguf or --pair NAME")
+    path = Path(draft).expanduser()
+    read_header(path)
+    return path
+
+
+def prepare_draft(
+    pair: str | Pair, quant: str | None = None, progress: Progress = say, *, verify: bool = False
+) -> Path:
+    """The draft's GGUF of a demo pair, made on the first call (seconds) and cached.
+
+    Raises ConfigError for an unknown pair or quantisation, a missing package or an unwritable
+    cache; ModelError when the source is damaged or llama.cpp fails.
+    """
+    pair = find_pair(pair) if isinstance(pair, str) else pair
+    quant = check_quant(quant or pair.default_quant)
+    if quant == SOURCE_QUANT:
+        return source_file(pair, progress)
+    file = f"{pair.name}-draft-{quant}.gguf"
+
+    def build(directory: Path) -> None:
+        source = source_file(pair, progress)
+        check_source(pair, source)
+        run_step(
+            "edge_agent.prepare",
+            ["--requantise", quant, str(source), str(directory / file)],
+            f"requantising {pair.file} to {quant}",
+            limit_s=_LIMIT_S,
+        )
+        read_header(directory / file)
+
+    directory = prepare_once(
+        f"draft-{pair.name}-{quant}-{pair.sha256[:8]}",
+        build,
+        progress,
+        label=f"draft {pair.name} {quant}",
+        about_s=pair.draft_s,
+        needs_bytes=pair.size,
+        inputs={"sha256": pair.sha256, "quant": quant, "recipe": _RECIPE},
+        tools=("llama-cpp-python",),
+        verify=verify,
+    )
+    return directory / file
+
+
+def _requantise(quant: str, source: str, goal: str) -> None:
+    """In the child: one call into llama.cpp, which may abort on what it does not like."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = _FTYPES[quant]
+    parameters.allow_requantize = True
+    parameters.nthread = min(_THREADS, os.cpu_count() or 1)
+    llama_cpp.llama_backend_init()
+    status = llama_cpp.llama_model_quantize(
+        os.fsencode(source), os.fsencode(goal), ctypes.byref(parameters)
+    )
+    if status != 0:
+        raise ModelError(f"llama.cpp refused to requantise it (status {status})")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m edge_agent.prepare``: prepare a pair's draft and print its path."""
+    parser = argparse.ArgumentParser(prog="edge_agent.prepare", description=main.__doc__)
+    parser.add_argument("--pair", choices=tuple(PAIRS), default="smollm2")
+    parser.add_argument("--quant", default=None, help="q2_k, q3_k_m or source")
+    parser.add_argument("--verify", action="store_true", help="compare the full hash of the file")
+    parser.add_argument("--requantise", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        if options.requantise:
+            end_with_parent()
+            _requantise(*options.requantise)
+        else:
+            print(prepare_draft(options.pair, options.quant, verify=options.verify))
+    except PipesdError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
