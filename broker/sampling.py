@@ -64,16 +64,16 @@ _BLOCK = 16384
 _SMALL = 1024
 
 # Relative room for the rounding of the float32 preselection; its true error is below 1e-5.
-_SLACK = 1.0 + 2.0**-12
+SLACK = 1.0 + 2.0**-12
 
 # Tokens that are looked at first for top-p, and by how much the head grows when they are too few.
-_HEAD = 512
-_WIDEN = 8
+HEAD = 512
+WIDEN = 8
 
 # Group maxima give a lower bound for the k-th best logit; this many tokens share a group.
 _GROUP = 64
 
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 _F32 = npt.NDArray[np.float32]
 _F64 = npt.NDArray[np.float64]
@@ -184,7 +184,7 @@ class Sampler:
             return np.flatnonzero(row > -np.inf)
         bounds = self._work
         top = row[best]
-        inverse = np.float32(min(1.0 / temperature, _FLOAT32_MAX))
+        inverse = np.float32(min(1.0 / temperature, FLOAT32_MAX))
         for start in range(0, self.vocab_size, _BLOCK):
             part = slice(start, start + _BLOCK)
             ids = self._ids[part]
@@ -200,14 +200,14 @@ class Sampler:
             np.exp(bound, out=bound)
             np.multiply(bound, uniforms, out=bound)
         lead = np.array([bounds.argmin()], dtype=np.intp)
-        limit = float(self._scores(row, best, lead, key, temperature)[0]) * _SLACK
+        limit = float(self._scores(row, best, lead, key, temperature)[0]) * SLACK
         return np.flatnonzero(np.less_equal(bounds, np.float32(limit), out=self._close))
 
     def _exp(self, row: _F32, best: int, temperature: float) -> _F32:
         # Probabilities relative to the best one, float32[vocab_size], in the work buffer.
         np.subtract(row, row[best], out=self._work)
         if temperature != 1.0:
-            inverse = np.float32(min(1.0 / temperature, _FLOAT32_MAX))
+            inverse = np.float32(min(1.0 / temperature, FLOAT32_MAX))
             np.multiply(self._work, inverse, out=self._work)
         return np.exp(self._work, out=self._work)
 
@@ -260,7 +260,7 @@ class Sampler:
         self, logits: _F32, top: float, sampling: Sampling, total: float | None
     ) -> npt.NDArray[np.bool_]:
         """Which of ``logits`` (rising ids) stay. ``total``: mass of all, None: of ``logits``."""
-        size = _HEAD
+        size = HEAD
         if total is None:
             total = float(_probs(logits, top, sampling.temperature).sum())
         limit = sampling.top_p * total
@@ -269,7 +269,7 @@ class Sampler:
             head = np.partition(logits, len(logits) - size)[len(logits) - size :]
             if float(_probs(head, top, sampling.temperature).sum()) >= limit:
                 break
-            head, size = logits, size * _WIDEN
+            head, size = logits, size * WIDEN
         ordered = np.sort(head)[::-1]
         mass = np.cumsum(_probs(ordered, top, sampling.temperature))
         count = min(int(np.searchsorted(mass, limit)) + 1, len(ordered))
