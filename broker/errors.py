@@ -48,7 +48,7 @@ class RemoteProtocolError(PipesdError):
         self.cause = cause
 
 
-class Refused(PipesdError):
+class Refused(PipesdError):  # noqa: N818 (DESIGN.md names it so)
     """The verifier refused the session.
 
     ``reason``: one of ``broker.messages.REFUSALS``. ``retry_after``: seconds until another try is

@@ -1,8 +1,11 @@
 """Topic names and the ids inside them.
 
-``pipesd/1/<device>/<session>/open|up/<verifier>|down``, ``pipesd/1/<device>/status|telemetry|config``
-and ``pipesd/1/_verifiers/<verifier>/status``. Everything a device publishes lies below its own id,
-so a broker pattern such as ``pipesd/1/%u/#`` confines it.
+    pipesd/1/<device>/<session>/open | up/<verifier> | down
+    pipesd/1/<device>/status | telemetry | config
+    pipesd/1/_verifiers/<verifier>/status
+
+Everything a device publishes lies below its own id, so a broker pattern such as ``pipesd/1/%u/#``
+confines it.
 """
 
 from __future__ import annotations

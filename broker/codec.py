@@ -1,0 +1,187 @@
+"""Messages to bytes and back: msgpack arrays ``[kind, fields...]``.
+
+Fields that hold their default at the end of an array are left out; unknown fields after the known
+ones are ignored, so that a later version may add some. A payload above ``MAX_PAYLOAD`` bytes is
+refused before it is looked at; within it msgpack's own limits bound every length, so nine bytes
+that claim a huge array cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from broker.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from broker.messages import (
+    MAX_PROMPT,
+    Accepted,
+    AnyMessage,
+    Close,
+    Closed,
+    DeviceStatus,
+    DraftBatch,
+    Refused,
+    Resync,
+    SessionOpen,
+    Verdict,
+    VerifierStatus,
+)
+from broker.sampling import Sampling
+
+#: Bytes; a prompt of MAX_PROMPT tokens at 5 bytes each fits.
+MAX_PAYLOAD = 1 << 20
+
+_OPEN, _ACCEPTED, _REFUSED, _DRAFT, _VERDICT, _RESYNC, _CLOSE, _CLOSED = range(1, 9)
+_VERIFIER_STATUS, _DEVICE_STATUS = 16, 17
+
+
+def _open_fields(message: SessionOpen) -> list[Any]:
+    sampling = message.sampling
+    return [
+        message.attach,
+        message.prompt,
+        message.committed,
+        (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+        ),
+        message.max_tokens,
+        message.vocab_hash,
+        message.verify,
+    ]
+
+
+def _open_from(fields: list[Any]) -> SessionOpen:
+    temperature, top_k, top_p, min_p, seed = fields[3][:5]
+    for value in (top_k, seed):
+        if type(value) is not int:
+            raise TypeError("top_k and seed are integers")
+    fields[3] = Sampling(float(temperature), top_k, float(top_p), float(min_p), seed)
+    return SessionOpen(*fields[:7])
+
+
+def _draft_fields(message: DraftBatch) -> list[Any]:
+    fields: list[Any] = [message.attach, message.epoch, message.base, message.tokens]
+    if message.verify:
+        fields += (message.parents, True)
+    elif message.parents is not None:
+        fields.append(message.parents)
+    return fields
+
+
+#: Verdict times go out in tenths of a millisecond: 3 bytes where a float takes 9.
+_TENTHS = 10.0
+
+
+def _verdict_fields(message: Verdict) -> list[Any]:
+    return [
+        message.attach,
+        message.epoch,
+        message.start,
+        message.tokens,
+        message.accepted,
+        message.judged,
+        message.finish,
+        round(message.hold_ms * _TENTHS),
+        round(message.forward_ms * _TENTHS),
+    ]
+
+
+def _verdict_from(fields: list[Any]) -> Verdict:
+    for index in (7, 8):
+        if len(fields) > index:
+            fields[index] = fields[index] / _TENTHS
+    return Verdict(*fields[:9])
+
+
+_ENCODERS: dict[type, tuple[int, Callable[[Any], list[Any]]]] = {
+    SessionOpen: (_OPEN, _open_fields),
+    Accepted: (_ACCEPTED, lambda m: [m.attach, m.verifier, m.context, m.limit]),
+    Refused: (_REFUSED, lambda m: [m.attach, m.reason, m.detail, m.retry_after]),
+    DraftBatch: (_DRAFT, _draft_fields),
+    Verdict: (_VERDICT, _verdict_fields),
+    Resync: (_RESYNC, lambda m: [m.attach, m.epoch, m.have]),
+    Close: (_CLOSE, lambda m: [m.attach]),
+    Closed: (_CLOSED, lambda m: [m.attach, m.reason]),
+    VerifierStatus: (
+        _VERIFIER_STATUS,
+        lambda m: [
+            m.online,
+            m.version,
+            m.model,
+            m.vocab_hash,
+            m.context,
+            m.sessions,
+            m.max_sessions,
+        ],
+    ),
+    DeviceStatus: (_DEVICE_STATUS, lambda m: [m.online, m.version, m.draft]),
+}
+
+_DECODERS: dict[int, Callable[[list[Any]], AnyMessage]] = {
+    _OPEN: _open_from,
+    _ACCEPTED: lambda f: Accepted(*f[:4]),
+    _REFUSED: lambda f: Refused(*f[:4]),
+    _DRAFT: lambda f: DraftBatch(*f[:6]),
+    _VERDICT: _verdict_from,
+    _RESYNC: lambda f: Resync(*f[:3]),
+    _CLOSE: lambda f: Close(*f[:1]),
+    _CLOSED: lambda f: Closed(*f[:2]),
+    _VERIFIER_STATUS: lambda f: VerifierStatus(*f[:7]),
+    _DEVICE_STATUS: lambda f: DeviceStatus(*f[:3]),
+}
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The payload of ``message``. Raises LocalProtocolError when it exceeds ``MAX_PAYLOAD``."""
+    kind, fields = _ENCODERS[type(message)]
+    payload: bytes = msgpack.packb([kind, *fields(message)], use_bin_type=True)
+    if len(payload) > MAX_PAYLOAD:
+        raise LocalProtocolError(f"{type(message).__name__} of {len(payload)} bytes is too large")
+    return payload
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """The message in ``payload``.
+
+    Raises RemoteProtocolError for anything else; its ``cause`` is ``too_large``, ``msgpack``,
+    ``unknown_kind`` or ``fields``.
+    """
+    if len(payload) > MAX_PAYLOAD:
+        raise RemoteProtocolError(f"payload of {len(payload)} bytes", cause="too_large")
+    try:
+        # No map, extension or raw bytes is part of any message, so none may cost anything.
+        parts = msgpack.unpackb(
+            payload,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            max_array_len=MAX_PROMPT,
+            max_str_len=1024,
+            max_bin_len=0,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"no msgpack message: {error}"[:200], cause="msgpack") from None
+    if not isinstance(parts, list) or not parts or type(parts[0]) is not int:
+        raise RemoteProtocolError("no array that begins with a kind", cause="msgpack")
+    decoder = _DECODERS.get(parts[0])
+    if decoder is None:
+        raise RemoteProtocolError(f"unknown kind {parts[0]}", cause="unknown_kind")
+    try:
+        return decoder(parts[1:])
+    except (
+        LocalProtocolError,
+        ConfigError,
+        TypeError,
+        ValueError,
+        IndexError,
+        OverflowError,
+    ) as error:
+        raise RemoteProtocolError(f"wrong fields: {error}"[:200], cause="fields") from None

@@ -1,0 +1,317 @@
+"""One session on the verifier, as a pure state machine (docs/protocol.md).
+
+It holds nothing that the edge could not rebuild: prompt and committed tokens from SessionOpen, the
+drafts that arrived since, and where the engine's cache stands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from broker.messages import (
+    CLOSED_TOKEN,
+    CLOSED_UNKNOWN,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    VERIFY_EAGER,
+    Closed,
+    DraftBatch,
+    Resync,
+    SessionOpen,
+    Verdict,
+    VerifierMessage,
+)
+from cloud_verifier.core.stats import VerifierStats
+
+#: Unverified draft tokens that one session may have here.
+MAX_PENDING = 1024
+#: Verdicts kept to be repeated as they were; older ones are repeated merged.
+MAX_ROUNDS = 64
+#: Verdicts repeated for one Resync.
+MAX_REPEATS = 32
+#: Seconds in which the same Resync is not asked again.
+RESYNC_INTERVAL = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a session puts into the next forward: ``tokens`` after ``keep`` cached ones.
+
+    ``judged``: how many of the last tokens are drafts; ``choices``: judged + 1, or 0 for a piece of
+    prefill. ``position``: that of the first choice.
+    """
+
+    keep: int
+    tokens: tuple[int, ...]
+    judged: int
+    choices: int
+    position: int
+
+
+class VerifierSession:
+    """See the module. ``context``: tokens the target can hold; ``limit``: where the text ends."""
+
+    def __init__(
+        self,
+        opened: SessionOpen,
+        *,
+        context: int,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        stats: VerifierStats,
+        now: float,
+    ) -> None:
+        self.attach = opened.attach
+        self.prompt = opened.prompt
+        self.sampling = opened.sampling
+        self.committed: list[int] = list(opened.committed)
+        self.limit = min(opened.max_tokens, context - len(opened.prompt))
+        self.eager = opened.verify == VERIFY_EAGER
+        self.finish: str | None = None
+        self.cached = 0  # valid tokens of this session in its slot; 0 after an eviction
+        self.last_seen = now
+        self.asked_at: float | None = None  # when the work that waits now arrived
+        self.waiting_since = now  # for the scheduler: oldest first
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._stats = stats
+        self._epoch = 0
+        self._dead = False  # this epoch contradicts what is committed
+        self._pending: list[int] = []
+        self._verify_to = -1  # judge up to this position
+        self._rounds: deque[Verdict] = deque(maxlen=MAX_ROUNDS)
+        self._last_resync: tuple[int, int, float] = (-1, -1, 0.0)
+        self._outbox: list[VerifierMessage] = []
+
+    # -- what is to be done ---------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Prompt and committed tokens."""
+        return len(self.prompt) + len(self.committed)
+
+    @property
+    def triggered(self) -> bool:
+        """Whether the edge waits for a verdict."""
+        return self.finish is None and self._verify_to >= len(self.committed)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a forward could do anything for this session now."""
+        if self.finish is not None:
+            return False
+        return (
+            self.triggered or self.cached < self.length - 1 or (self.eager and bool(self._pending))
+        )
+
+    def plan(self, budget: int) -> Plan | None:
+        """The next piece of work of at most ``budget`` tokens (at least 1); None without any."""
+        if not self.has_work:
+            return None
+        committed, prompt = self.committed, len(self.prompt)
+        missing = self.length - self.cached
+        wants_choice = self.triggered or (self.eager and bool(self._pending))
+        if missing > budget or not wants_choice:
+            # Prefill, in pieces; the last committed token waits for the forward that chooses.
+            end = min(self.cached + budget, self.length - 1)
+            if end <= self.cached:
+                return None
+            return Plan(self.cached, self._sequence(self.cached, end), 0, 0, len(committed))
+        judged = min(len(self._pending), self.limit - len(committed) - 1, budget - missing)
+        tokens = self._sequence(self.cached, prompt + len(committed))
+        return Plan(
+            self.cached,
+            (*tokens, *self._pending[:judged]),
+            judged,
+            judged + 1,
+            len(committed),
+        )
+
+    def common_prefix(self, other: VerifierSession) -> int:
+        """How many leading tokens of prompt and committed text both share."""
+        length = min(self.length, other.length)
+        mine, theirs = self._sequence(0, length), other._sequence(0, length)
+        if mine == theirs:
+            return length
+        return next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+
+    def _sequence(self, start: int, end: int) -> tuple[int, ...]:
+        prompt = len(self.prompt)
+        if start >= prompt:
+            return tuple(self.committed[start - prompt : end - prompt])
+        return (*self.prompt[start:end], *self.committed[: max(0, end - prompt)])
+
+    # -- what was done --------------------------------------------------------------------------
+
+    def prefilled(self, plan: Plan) -> None:
+        """A piece of prefill is in the cache."""
+        self.cached = plan.keep + len(plan.tokens)
+
+    def judge(self, plan: Plan, choices: Sequence[int], now: float, forward_ms: float) -> None:
+        """The target's choices for ``plan``: commit the accepted drafts and one of its own.
+
+        The drafts are the last ``plan.judged`` of ``plan.tokens``: what arrived while the forward
+        ran, a newer epoch even, is compared afterwards.
+        """
+        drafts = plan.tokens[len(plan.tokens) - plan.judged :]
+        accepted = 0
+        while accepted < plan.judged and drafts[accepted] == choices[accepted]:
+            accepted += 1
+        start = len(self.committed)
+        fresh: list[int] = []
+        for token in choices[: accepted + 1]:
+            fresh.append(token)
+            if token in self._eos_ids:
+                self.finish = FINISH_STOP
+                break
+        if self.finish is None and start + len(fresh) >= self.limit:
+            self.finish = FINISH_LENGTH
+        accepted = min(accepted, len(fresh))
+        judged = min(plan.judged, len(fresh)) if self.finish else plan.judged
+        self.committed.extend(fresh)
+        # The target's own token is not in the cache yet; rejected drafts are forgotten.
+        self.cached = plan.keep + len(plan.tokens) - plan.judged + accepted
+        self._reconcile(fresh)
+        hold = 0.0 if self.asked_at is None else now - self.asked_at
+        verdict = Verdict(
+            self.attach,
+            self._epoch,
+            start,
+            tuple(fresh),
+            accepted,
+            judged,
+            self.finish,
+            max(0.0, hold * 1000.0),
+            max(0.0, forward_ms),
+        )
+        self.asked_at = now if self.triggered else None
+        self.waiting_since = now
+        self._rounds.append(verdict)
+        self._outbox.append(verdict)
+        stats = self._stats
+        stats.verdicts += 1
+        stats.judged += judged
+        stats.accepted += accepted
+        stats.committed += len(fresh)
+
+    def _reconcile(self, fresh: Sequence[int]) -> None:
+        """Drafts that begin with what was just committed stay valid; otherwise it is dead."""
+        pending = self._pending
+        overlap = min(len(pending), len(fresh))
+        if pending[:overlap] == list(fresh[:overlap]):
+            del pending[:overlap]
+        else:
+            self._kill_epoch()
+
+    def _kill_epoch(self) -> None:
+        self._dead = True
+        self._pending.clear()
+        self._verify_to = -1
+
+    # -- what arrives ---------------------------------------------------------------------------
+
+    def take_messages(self) -> list[VerifierMessage]:
+        messages, self._outbox = self._outbox, []
+        return messages
+
+    def receive_draft(self, batch: DraftBatch, now: float) -> None:
+        """Draft tokens, perhaps with a trigger; anything that does not fit is counted."""
+        self.last_seen = now
+        if batch.epoch < self._epoch or self.finish is not None:
+            self._stats.stale_drafts += 1
+            return
+        if batch.epoch > self._epoch:
+            self._adopt(batch.epoch)
+        elif self._dead:
+            self._stats.stale_drafts += 1
+            return
+        tokens = batch.trunk()
+        if tokens and max(tokens) >= self._vocab_size:
+            self._stats.rejected["token_out_of_range"] += 1
+            self._outbox.append(Closed(self.attach, CLOSED_TOKEN))
+            return
+        committed = len(self.committed)
+        end = committed + len(self._pending)
+        if batch.base > end:
+            self._stats.gaps += 1
+            self._ask_resync(end, now)
+            return
+        if not self._append(batch.base, tokens):
+            return
+        asked = batch.base + len(tokens)
+        if batch.verify and asked >= len(self.committed):
+            if not self.triggered:
+                self.asked_at = now
+                self.waiting_since = now
+            self._verify_to = max(self._verify_to, asked)
+        elif batch.verify:
+            self._stats.late_triggers += 1
+        elif self.eager and self.asked_at is None:
+            self.asked_at = now
+
+    def _append(self, base: int, tokens: Sequence[int]) -> bool:
+        """Add what is new of ``tokens`` at ``base``; False when they contradict what is here."""
+        committed = len(self.committed)
+        if base < committed:
+            known = self.committed[base : base + len(tokens)]
+            if list(tokens[: len(known)]) != known:
+                self._stats.dead_epochs += 1
+                self._kill_epoch()
+                return False
+            tokens = tokens[len(known) :]
+            base = committed
+        offset = base - committed
+        overlap = self._pending[offset : offset + len(tokens)]
+        if list(tokens[: len(overlap)]) != overlap:
+            self._stats.rejected["contradiction"] += 1
+            return False
+        fresh = tokens[len(overlap) :]
+        room = MAX_PENDING - len(self._pending)
+        if len(fresh) > room:
+            self._stats.rejected["too_far_ahead"] += 1
+            fresh = fresh[:room]
+        self._pending.extend(fresh)
+        self._stats.drafts += len(fresh)
+        return True
+
+    def receive_resync(self, message: Resync, now: float) -> None:
+        """The edge has every verdict up to ``have``: repeat the rest, or say where we stand."""
+        self.last_seen = now
+        committed = len(self.committed)
+        if message.have > committed:
+            self._outbox.append(Closed(self.attach, CLOSED_UNKNOWN))
+            return
+        if message.have < committed:
+            self._repeat(message.have)
+            return
+        if message.epoch > self._epoch:
+            self._adopt(message.epoch)
+        elif message.epoch == self._epoch and self._dead:
+            # It knows all that is committed and stands by this epoch: begin it again.
+            self._adopt(message.epoch)
+        self._outbox.append(Resync(self.attach, self._epoch, committed + len(self._pending)))
+
+    def _adopt(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._dead = False
+        self._pending.clear()
+        self._verify_to = -1
+
+    def _ask_resync(self, have: int, now: float) -> None:
+        epoch, last, when = self._last_resync
+        if (epoch, last) == (self._epoch, have) and now < when + RESYNC_INTERVAL:
+            return
+        self._last_resync = (self._epoch, have, now)
+        self._stats.resyncs += 1
+        self._outbox.append(Resync(self.attach, self._epoch, have))
+
+    def _repeat(self, have: int) -> None:
+        self._stats.repeats += 1
+        first = self._rounds[0].start if self._rounds else len(self.committed)
+        if have < first:
+            tokens = tuple(self.committed[have:first][:MAX_PENDING])
+            self._outbox.append(Verdict(self.attach, self._epoch, have, tokens, 0, 0))
+        due = [r for r in self._rounds if r.start + len(r.tokens) > have]
+        self._outbox.extend(due[:MAX_REPEATS])

@@ -1,0 +1,35 @@
+"""Counts of a verifier as a plain dataclass; exporters stand apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class VerifierStats:
+    """Since the start. ``rejected``: input dropped, by cause (a fixed set of causes)."""
+
+    opens: int = 0
+    refusals: int = 0
+    forwards: int = 0
+    forward_failures: int = 0
+    forward_seconds: float = 0.0
+    batch_sessions: int = 0  # sum over forwards
+    batch_tokens: int = 0  # sum over forwards
+    drafts: int = 0
+    judged: int = 0
+    accepted: int = 0
+    committed: int = 0
+    verdicts: int = 0
+    repeats: int = 0
+    resyncs: int = 0
+    gaps: int = 0
+    stale_drafts: int = 0
+    dead_epochs: int = 0
+    late_triggers: int = 0
+    stale_attach: int = 0
+    unknown_sessions: int = 0
+    expired: int = 0
+    closed: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)

@@ -1,0 +1,259 @@
+"""A whole replica as a pure state machine: its sessions, their slots, the next forward.
+
+The driver feeds decoded messages in and publishes what ``messages_to_send`` returns; it runs the
+``Forward`` that ``next_effect`` hands out, one at a time, and answers with ``forward_done`` or
+``forward_failed``. Messages may be fed in while a forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from broker.messages import (
+    CLOSED_ERROR,
+    CLOSED_MOVED,
+    CLOSED_UNKNOWN,
+    REFUSED_BUSY,
+    REFUSED_PROMPT,
+    REFUSED_TOKEN,
+    REFUSED_VOCABULARY,
+    Accepted,
+    Close,
+    Closed,
+    DraftBatch,
+    EdgeMessage,
+    Refused,
+    Resync,
+    SessionOpen,
+    VerifierMessage,
+)
+from cloud_verifier.core.scheduler import Limits, Seat, next_batch
+from cloud_verifier.core.session import VerifierSession
+from cloud_verifier.core.slot_table import SlotTable
+from cloud_verifier.core.stats import VerifierStats
+
+
+class SessionKey(NamedTuple):
+    device: str
+    session: str
+
+
+class Outgoing(NamedTuple):
+    """A message for one session's ``down`` topic."""
+
+    device: str
+    session: str
+    message: VerifierMessage
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierConfig:
+    """What a replica is. ``idle_ttl``, ``busy_retry`` in seconds; ``context`` in tokens."""
+
+    verifier: str
+    vocab_size: int
+    vocab_hash: str
+    context: int
+    eos_ids: frozenset[int]
+    slots: int = 16
+    max_sessions: int = 256
+    idle_ttl: float = 300.0
+    busy_retry: float = 2.0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """One forward to run: the seats are in the order of the engine's batch."""
+
+    seats: tuple[Seat, ...]
+
+
+class VerifierCore:
+    """See the module. One thread at a time."""
+
+    def __init__(self, config: VerifierConfig) -> None:
+        self.config = config
+        self.stats = VerifierStats()
+        self.sessions: dict[SessionKey, VerifierSession] = {}
+        self.slots: SlotTable[VerifierSession] = SlotTable(config.slots)
+        self.draining = False
+        self._keys: dict[VerifierSession, SessionKey] = {}
+        self._outbox: list[Outgoing] = []
+        self._running: Forward | None = None
+        self._dirty: dict[SessionKey, None] = {}  # sessions that may have something to send
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def receive(self, device: str, session: str, message: EdgeMessage, now: float) -> None:
+        """A message of a session, on ``open`` (SessionOpen) or on this replica's ``up``."""
+        key = SessionKey(device, session)
+        if isinstance(message, SessionOpen):
+            self._on_open(key, message, now)
+            return
+        held = self.sessions.get(key)
+        if held is None or message.attach > held.attach:
+            self.stats.unknown_sessions += 1
+            if not isinstance(message, Close):
+                self._say(key, Closed(message.attach, CLOSED_UNKNOWN))
+            return
+        if message.attach < held.attach:
+            self.stats.stale_attach += 1
+            return
+        if isinstance(message, DraftBatch):
+            held.receive_draft(message, now)
+        elif isinstance(message, Resync):
+            held.receive_resync(message, now)
+        elif isinstance(message, Close):
+            self.stats.closed += 1
+            self._forget(key)
+            return
+        self._dirty[key] = None
+
+    def messages_to_send(self, now: float) -> list[Outgoing]:  # noqa: ARG002 (the cores' surface)
+        """Everything that is to be published now, in order; each exactly once."""
+        for key in self._dirty:
+            held = self.sessions.get(key)
+            if held is not None:
+                self._outbox.extend(Outgoing(*key, m) for m in held.take_messages())
+        self._dirty.clear()
+        messages, self._outbox = self._outbox, []
+        return messages
+
+    def drain(self) -> None:
+        """Take nothing new and hand every session back: they open again elsewhere."""
+        self.draining = True
+        for key, held in list(self.sessions.items()):
+            self._say(key, Closed(held.attach, CLOSED_MOVED))
+            self._forget(key)
+
+    def _say(self, key: SessionKey, message: VerifierMessage) -> None:
+        self._outbox.append(Outgoing(*key, message))
+
+    def _on_open(self, key: SessionKey, opened: SessionOpen, now: float) -> None:
+        held = self.sessions.get(key)
+        if held is not None and opened.attach < held.attach:
+            self.stats.stale_attach += 1
+            return
+        if held is None or opened.attach > held.attach:
+            refusal = self._refusal(key, opened)
+            if refusal is not None:
+                self.stats.refusals += 1
+                self._say(key, refusal)
+                return
+            held = self._take(key, opened, now)
+        held.last_seen = now
+        self._say(key, Accepted(held.attach, self.config.verifier, self.config.context, held.limit))
+
+    def _refusal(self, key: SessionKey, opened: SessionOpen) -> Refused | None:
+        config = self.config
+        attach = opened.attach
+        if opened.vocab_hash != config.vocab_hash:
+            detail = "the draft's tokenizer is not the target's: use a draft of the same family"
+            return Refused(attach, REFUSED_VOCABULARY, detail)
+        length = len(opened.prompt) + len(opened.committed)
+        if length >= config.context or len(opened.committed) >= opened.max_tokens:
+            detail = f"{length} tokens leave no room in a context of {config.context}: shorten it"
+            return Refused(attach, REFUSED_PROMPT, detail)
+        top = max(max(opened.prompt), max(opened.committed, default=0))
+        if top >= config.vocab_size:
+            detail = f"token {top} is beyond the target's {config.vocab_size}: check the draft"
+            return Refused(attach, REFUSED_TOKEN, detail)
+        if self.draining or (
+            key not in self.sessions and len(self.sessions) >= config.max_sessions
+        ):
+            detail = f"{len(self.sessions)} sessions are running here"
+            return Refused(attach, REFUSED_BUSY, detail, config.busy_retry)
+        return None
+
+    def _take(self, key: SessionKey, opened: SessionOpen, now: float) -> VerifierSession:
+        self.stats.opens += 1
+        session = VerifierSession(
+            opened,
+            context=self.config.context,
+            vocab_size=self.config.vocab_size,
+            eos_ids=self.config.eos_ids,
+            stats=self.stats,
+            now=now,
+        )
+        old = self.sessions.get(key)
+        if old is not None:
+            # The edge attached again: what the cache holds of the same text is still right, up to
+            # where a forward that runs now may be writing.
+            session.cached = min(old.cached, session.common_prefix(old), session.length - 1)
+            for seat in self._running.seats if self._running else ():
+                if seat.session is old:
+                    session.cached = min(session.cached, seat.plan.keep)
+            self.slots.hand_over(old, session)
+            del self._keys[old]
+        self.sessions[key] = session
+        self._keys[session] = key
+        return session
+
+    def _forget(self, key: SessionKey) -> None:
+        held = self.sessions.pop(key, None)
+        if held is not None:
+            self.slots.release(held)
+            del self._keys[held]
+
+    # -- forwards -------------------------------------------------------------------------------
+
+    def next_effect(self) -> Forward | None:
+        """The next forward to run, or None (nothing to do, or one is running)."""
+        if self._running is not None:
+            return None
+        seats = next_batch(self.sessions.values(), self.slots, self.config.limits)
+        if not seats:
+            return None
+        self._running = Forward(tuple(seats))
+        return self._running
+
+    def forward_done(
+        self, forward: Forward, choices: Sequence[Sequence[int]], now: float, seconds: float
+    ) -> None:
+        """The engine's answer: per seat the target's choices; ``seconds``: what it took."""
+        self._running = None
+        stats = self.stats
+        stats.forwards += 1
+        stats.forward_seconds += seconds
+        stats.batch_sessions += len(forward.seats)
+        stats.batch_tokens += sum(len(seat.plan.tokens) for seat in forward.seats)
+        for seat, chosen in zip(forward.seats, choices, strict=True):
+            session = seat.session
+            key = self._keys.get(session)
+            if key is None:
+                continue  # closed or replaced while the forward ran
+            if seat.plan.choices == 0:
+                session.prefilled(seat.plan)
+                continue
+            session.judge(seat.plan, chosen, now, seconds * 1000.0)
+            self._dirty[key] = None
+            if session.finish is not None:
+                self.slots.release(session)
+                session.cached = 0
+
+    def forward_failed(self, forward: Forward) -> None:
+        """The target failed on this batch: its sessions are handed back and their slots freed."""
+        self._running = None
+        self.stats.forward_failures += 1
+        for seat in forward.seats:
+            key = self._keys.get(seat.session)
+            if key is not None:
+                self._say(key, Closed(seat.session.attach, CLOSED_ERROR))
+                self._forget(key)
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def get_timer(self) -> float | None:
+        """When the longest idle session expires; None without sessions."""
+        seen = min((held.last_seen for held in self.sessions.values()), default=None)
+        return None if seen is None else seen + self.config.idle_ttl
+
+    def handle_timer(self, now: float) -> None:
+        """Forget sessions from which nothing came for ``idle_ttl``; they may open again."""
+        for key, held in list(self.sessions.items()):
+            if now >= held.last_seen + self.config.idle_ttl:
+                self.stats.expired += 1
+                self._forget(key)

@@ -1,0 +1,45 @@
+"""What one generation is, as the session core takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from broker.errors import ConfigError
+from broker.messages import VERIFY_TRIGGERED
+from broker.sampling import Sampling
+
+LOCAL_FORBID = "forbid"
+LOCAL_ALLOW = "allow"
+LOCAL_ONLY = "only"
+LOCAL_MODES = (LOCAL_FORBID, LOCAL_ALLOW, LOCAL_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionConfig:
+    """One generation. ``context``: tokens that the draft model can hold.
+
+    ``max_ahead``: unverified tokens that may exist at a time. ``local``: "forbid" (silence for
+    ``Timing.offline_after`` seconds is an error), "allow" (go on alone), "only" (never ask).
+    Raises ConfigError.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    vocab_hash: str
+    vocab_size: int
+    eos_ids: frozenset[int]
+    context: int
+    max_ahead: int = 24
+    verify: str = VERIFY_TRIGGERED
+    local: str = LOCAL_FORBID
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("the prompt has no tokens: give some text")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max-tokens {self.max_tokens} is below 1: ask for at least one")
+        if not 1 <= self.max_ahead <= 512:
+            raise ConfigError(f"max-ahead {self.max_ahead} is outside 1 to 512")
+        if self.local not in LOCAL_MODES:
+            raise ConfigError(f"local mode {self.local!r} is none of {', '.join(LOCAL_MODES)}")

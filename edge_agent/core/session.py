@@ -1,0 +1,498 @@
+"""One generation on the edge, as a pure state machine (docs/protocol.md).
+
+The driver feeds messages, timers, connection changes and drafted tokens in, each with ``now`` in
+seconds, and carries out what comes back: ``messages_to_send``, ``next_effect``, ``get_timer``.
+Nothing here reads a clock, sleeps, sends or runs a model.
+
+    OPENING --Accepted--> ACTIVE --finish--> DONE
+       ^  `--silence, local allowed--> LOCAL --Accepted--> ACTIVE
+       `---- Closed, silence ---- ACTIVE
+
+In OPENING, ACTIVE and LOCAL the draft model runs; only in ACTIVE drafts are sent; only in LOCAL
+they are committed without a verdict.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import NamedTuple
+
+from broker.errors import LocalProtocolError, ModelError, PipesdError, TransportError
+from broker.errors import Refused as RefusedError
+from broker.messages import (
+    CLOSED_ERROR,
+    CLOSED_TOKEN,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Accepted,
+    Close,
+    Closed,
+    EdgeMessage,
+    Refused,
+    Resync,
+    SessionOpen,
+    Verdict,
+    VerifierMessage,
+)
+from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
+from edge_agent.core.effects import (
+    SOURCE_ACCEPTED,
+    SOURCE_LOCAL,
+    SOURCE_TARGET,
+    Commit,
+    DraftNext,
+    EdgeStats,
+    Effect,
+    Finished,
+)
+from edge_agent.core.timing import ResponseTimer, Timing
+from edge_agent.core.trigger import Thresholds, Trigger
+from edge_agent.core.window import APPLIED, DUPLICATE, GAP, DraftWindow
+
+#: Times the verifier may say "the target failed on this session" before the edge believes it.
+MAX_ERRORS = 3
+#: Attachments without one committed token before the cloud counts as unreachable.
+MAX_FRUITLESS = 8
+
+
+class State(enum.Enum):
+    OPENING = "opening"
+    ACTIVE = "active"
+    LOCAL = "local"
+    DONE = "done"
+
+
+class Outgoing(NamedTuple):
+    """A message and the verifier that it is for; None: any (the ``open`` topic)."""
+
+    verifier: str | None
+    message: EdgeMessage
+
+
+class EdgeSession:
+    """See the module. One thread at a time."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        thresholds: Thresholds | None = None,
+        timing: Timing | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.config = config
+        self.timing = timing or Timing()
+        self.trigger = Trigger(thresholds or Thresholds())
+        self.stats = EdgeStats()
+        self.verifier: str | None = None
+        self.attach = 0
+        self.finish: str | None = None
+        self._window = DraftWindow(config.prompt)
+        self._state = State.LOCAL if config.local == LOCAL_ONLY else State.OPENING
+        self._connected = False
+        self._limit = config.max_tokens
+        self._draft_broken = False
+        self._asked: int | None = None  # judge up to here: the outstanding NAV request
+        self._asked_at = 0.0
+        self._clean_sample = False  # the outstanding request was neither repeated nor joined
+        self._response = ResponseTimer(self.timing)
+        self._deadline: float | None = None  # of the answer waited for
+        self._silent = 0  # time-outs since the last sign of life
+        self._alive_at = now  # of the last sign of life, or of the wait's beginning
+        self._open_tries = 0
+        self._errors = 0
+        self._fruitless = 0
+        self._refusal: Refused | None = None
+        self._resync_at: tuple[int, float] = (-1, 0.0)
+        self._outbox: deque[Outgoing] = deque()
+        self._effects: deque[Commit | Finished] = deque()
+
+    # -- what the driver asks -------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def committed(self) -> list[int]:
+        """The final tokens so far."""
+        return self._window.committed
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether a verification has been asked for and not been answered."""
+        return self._asked is not None
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether a silence of ``offline_after`` means that the cloud is out of reach."""
+        if self._state is State.ACTIVE:
+            return self.awaiting or not self._connected
+        return self._state is State.OPENING
+
+    def get_timer(self) -> float | None:
+        """When ``handle_timer`` wants to be called, in the caller's seconds; None: not at all."""
+        if self._state is State.DONE or self.config.local == LOCAL_ONLY:
+            return None
+        times = []
+        if self._deadline is not None and self._connected:
+            times.append(self._deadline)
+        if self._waiting:
+            times.append(self._alive_at + self.timing.offline_after)
+        return min(times, default=None)
+
+    def messages_to_send(self, now: float) -> list[Outgoing]:
+        """Everything that is to be published now, in order; each exactly once."""
+        self._pump(now)
+        messages = list(self._outbox)
+        self._outbox.clear()
+        return messages
+
+    def next_effect(self) -> Effect | None:
+        """The next thing to do, or None. A DraftNext stays outstanding until it is answered."""
+        if self._effects:
+            return self._effects.popleft()
+        if self._window.drafting or self._may_draft():
+            return self._window.next_draft()
+        return None
+
+    # -- what the driver reports ----------------------------------------------------------------
+
+    def set_connected(self, connected: bool, now: float) -> None:
+        """The link to the broker came up or went down."""
+        if connected == self._connected or self._state is State.DONE:
+            return
+        if not connected:
+            if not self._waiting:
+                self._alive_at = now
+            self._connected = False
+            return
+        self._connected = True
+        # Whatever was on the old connection is gone: ask at once instead of waiting for a timer.
+        if self._state is State.ACTIVE:
+            if self._asked is not None:
+                self._send_resync(now)
+        elif self.config.local != LOCAL_ONLY:
+            self._open(now)
+
+    def drafted(self, effect: DraftNext, token: int, confidence: float, now: float) -> None:
+        """The draft model's answer. One for an effect that a rollback overtook is dropped."""
+        if not self._window.answered(effect) or self._state is State.DONE:
+            return
+        if not 0 <= token < self.config.vocab_size:
+            self.draft_failed(effect)
+            return
+        self.stats.drafted += 1
+        if self._state is State.LOCAL:
+            self._commit_local(token)
+            return
+        self._window.draft.append(token)
+        rule = self.trigger.observe(confidence)
+        if rule is not None:
+            self.stats.count_trigger(rule)
+            self._ask(now)
+
+    def draft_failed(self, effect: DraftNext) -> None:
+        """The draft model failed: go on with the target's own tokens alone."""
+        self._window.abandon(effect)
+        self._draft_broken = True
+        if self._state is State.LOCAL:
+            self._fail(ModelError("the draft model failed and no verifier is in reach: start one"))
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End here: the driver found a stop string, or nobody listens any more."""
+        if self._state is not State.DONE:
+            self._end(reason, None)
+
+    def verifier_gone(self, verifier: str, now: float) -> None:
+        """A verifier's status says offline: do not wait for its silence."""
+        if self._state is State.ACTIVE and verifier == self.verifier:
+            self._reopen(now)
+
+    def handle_timer(self, now: float) -> None:
+        """Call at or after ``get_timer()``."""
+        timer = self.get_timer()
+        if timer is None or now < timer:
+            return
+        if self._waiting and now >= self._alive_at + self.timing.offline_after:
+            self._give_up(now)
+            return
+        self._deadline = None
+        self.stats.timeouts += 1
+        if self._state is not State.ACTIVE:
+            self._open(now)
+            return
+        self._silent += 1
+        if self._silent > self.timing.silent_timers:
+            self._reopen(now)
+        else:
+            self._response.back_off()
+            self._send_resync(now)
+
+    def receive(self, message: VerifierMessage, now: float) -> None:
+        """A message of this session's ``down`` topic."""
+        if self._state is State.DONE:
+            return
+        if message.attach != self.attach:
+            self.stats.stale += 1
+            return
+        if isinstance(message, Accepted):
+            self._on_accepted(message, now)
+        elif isinstance(message, Refused):
+            self._on_refused(message, now)
+        elif self._state is not State.ACTIVE:
+            self.stats.unexpected += 1
+        elif isinstance(message, Closed):
+            self._on_closed(message, now)
+        elif isinstance(message, Verdict):
+            self._sign_of_life(now)
+            self._on_verdict(message, now)
+        else:
+            self._sign_of_life(now)
+            self._on_resync(message)
+
+    # -- attaching ------------------------------------------------------------------------------
+
+    def _open(self, now: float) -> None:
+        if self._open_tries == 0:
+            self.attach += 1
+        wait = self.timing.open_timeout * 2 ** min(self._open_tries, 5)
+        self._open_tries += 1
+        self._deadline = now + min(wait, self.timing.max_timeout)
+        if self._connected:
+            message = SessionOpen(
+                attach=self.attach,
+                prompt=self.config.prompt,
+                committed=tuple(self.committed),
+                sampling=self.config.sampling,
+                max_tokens=self.config.max_tokens,
+                vocab_hash=self.config.vocab_hash,
+                verify=self.config.verify,
+            )
+            self._outbox.append(Outgoing(None, message))
+
+    def _reopen(self, now: float) -> None:
+        """Attach to whichever replica answers; drafts stay, they are as good as before."""
+        self.stats.reopens += 1
+        self._fruitless += 1
+        self._detach()
+        self._state = State.OPENING
+        if self._fruitless > MAX_FRUITLESS:
+            self._give_up(now)
+        elif self._fruitless > 2:
+            # It takes the session and loses it again: do not keep it busy with that.
+            self._deadline = now + self.timing.open_timeout * 2 ** (self._fruitless - 3)
+        else:
+            self._open(now)
+
+    def _detach(self) -> None:
+        self.verifier = None
+        self._open_tries = 0
+        self._silent = 0
+        self._asked = None
+        self._response = ResponseTimer(self.timing)
+
+    def _on_accepted(self, message: Accepted, now: float) -> None:
+        if self._state is State.ACTIVE:
+            if message.verifier != self.verifier:
+                # Two replicas may answer a repeated open; the first has the session.
+                self.stats.unexpected += 1
+                self._outbox.append(Outgoing(message.verifier, Close(self.attach)))
+            return
+        self._state = State.ACTIVE
+        self.verifier = message.verifier
+        self._sign_of_life(now)
+        self._refusal = None
+        self._open_tries = 0
+        self._limit = min(self.config.max_tokens, message.limit)
+        self._deadline = None
+        self._window.new_verifier()
+        self.trigger.reset()
+        if self._window.draft:
+            self._ask(now)
+
+    def _on_refused(self, message: Refused, now: float) -> None:
+        if self._state is State.ACTIVE:
+            self.stats.unexpected += 1
+            return
+        self.stats.refusals += 1
+        self._open_tries = 0
+        if message.retry_after > 0.0:
+            self._refusal = message
+            self._deadline = now + message.retry_after
+            return
+        self._fail(_refused(message))
+
+    def _on_closed(self, message: Closed, now: float) -> None:
+        if message.reason == CLOSED_TOKEN:
+            error = "the verifier's vocabulary lacks a drafted token: use a draft of its family"
+            self._fail(RefusedError(error, message.reason))
+            return
+        if message.reason == CLOSED_ERROR:
+            self._errors += 1
+            if self._errors >= MAX_ERRORS:
+                self._fail(ModelError("the target failed on this session: see the verifier's log"))
+                return
+        self._reopen(now)
+
+    def _give_up(self, now: float) -> None:
+        if self.config.local == LOCAL_FORBID:
+            if self._refusal is not None:
+                self._fail(_refused(self._refusal))
+                return
+            waited = round(now - self._alive_at, 1)
+            if self._connected:
+                cause = f"the broker is there but no verifier answered for {waited} s: start one"
+            else:
+                cause = f"no connection to the broker for {waited} s: start it or check --broker"
+            self._fail(TransportError(f"{cause}, or allow local mode (--local allow)"))
+            return
+        self._detach()
+        self._state = State.LOCAL
+        tokens = list(self._window.draft)
+        self._window.draft.clear()
+        for token in tokens:
+            self._commit_local(token)
+        if self.finish is None:
+            self._open(now)
+
+    # -- verdicts -------------------------------------------------------------------------------
+
+    def _sign_of_life(self, now: float) -> None:
+        self._alive_at = now
+        self._silent = 0
+
+    def _on_verdict(self, verdict: Verdict, now: float) -> None:
+        end = verdict.start + len(verdict.tokens)
+        if max(verdict.tokens) >= self.config.vocab_size or end > self._limit:
+            self.stats.out_of_range += 1
+            return
+        outcome = self._window.apply(verdict)
+        if outcome.kind != APPLIED:
+            if outcome.kind == GAP:
+                self.stats.gaps += 1
+                self._send_resync(now, only_once=True)
+            elif outcome.kind == DUPLICATE:
+                self.stats.duplicates += 1
+            else:
+                self.stats.contradictions += 1
+            return
+        self._fruitless = 0
+        self._errors = 0
+        self._response.answered()
+        if outcome.lost is not None:
+            self.stats.rolled_back += outcome.lost
+            self._asked = None
+            self._deadline = None
+            self.trigger.reset()
+        accepted, own = outcome.accepted, len(outcome.fresh) - outcome.accepted
+        self.stats.count_verdict(verdict, accepted, own)
+        sources = (SOURCE_ACCEPTED,) * accepted + (SOURCE_TARGET,) * own
+        self._effects.append(Commit(outcome.start, outcome.fresh, sources))
+        if verdict.finish is not None:
+            self._end(verdict.finish, None)
+        elif self._asked is not None and end > self._asked:
+            if self._clean_sample:
+                self._response.sample(now - self._asked_at)
+            self._asked = None
+            self._deadline = None
+        elif self._asked is not None:
+            self._deadline = now + self._response.timeout
+
+    def _on_resync(self, message: Resync) -> None:
+        """The verifier lacks something of the draft, or lacks nothing and says that it lives."""
+        if message.epoch != self._window.epoch:
+            self._window.resend_from(0)
+        elif message.have < len(self.committed):
+            return  # it was sent before a verdict that has arrived since
+        else:
+            self._window.resend_from(message.have)
+        if self._asked is not None:
+            self.stats.resyncs += 1
+            self._clean_sample = False
+            self._send_draft(verify=True)
+            self._asked = max(self._asked, self._window.position)
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def _pump(self, now: float) -> None:
+        """Send what is drafted; ask where nothing else would ever bring a verdict."""
+        if self._state is not State.ACTIVE or not self._connected:
+            return
+        if self._asked is None and not self._window.drafting and not self._may_draft():
+            self.stats.count_trigger("end")
+            self._ask(now)
+        elif self._window.has_unsent:
+            self._send_draft(verify=False)
+
+    def _ask(self, now: float) -> None:
+        """NAV trigger: everything unsent goes out in one batch (paper, rule 1)."""
+        if self._state is not State.ACTIVE:
+            return
+        self._clean_sample = self._asked is None
+        if self._asked is None:
+            self._asked_at = now
+            self._alive_at = now
+            self._deadline = now + self._response.timeout
+        self._asked = self._window.position
+        self._send_draft(verify=True)
+
+    def _send_draft(self, *, verify: bool) -> None:
+        batch = self._window.take_batch(self.attach, verify=verify)
+        if batch is not None:
+            self._outbox.append(Outgoing(self.verifier, batch))
+
+    def _send_resync(self, now: float, *, only_once: bool = False) -> None:
+        have = len(self.committed)
+        if only_once and self._resync_at[0] == have and now < self._resync_at[1]:
+            return
+        self._resync_at = (have, now + self._response.timeout)
+        self._clean_sample = False
+        self.stats.resyncs += 1
+        if self._asked is not None:
+            self._deadline = now + self._response.timeout
+        message = Resync(self.attach, self._window.epoch, have)
+        self._outbox.append(Outgoing(self.verifier, message))
+
+    # -- drafting and the end -------------------------------------------------------------------
+
+    def _may_draft(self) -> bool:
+        window = self._window
+        if self._state is State.DONE or self._draft_broken:
+            return False
+        if window.position >= self._limit or len(window.draft) >= self.config.max_ahead:
+            return False
+        if window.length > self.config.context:
+            return False
+        return not (window.draft and window.draft[-1] in self.config.eos_ids)
+
+    def _commit_local(self, token: int) -> None:
+        if self._state is State.DONE:
+            return
+        self._effects.append(Commit(len(self.committed), (token,), (SOURCE_LOCAL,)))
+        self._window.commit_local(token)
+        self.stats.local_tokens += 1
+        if token in self.config.eos_ids:
+            self._end(FINISH_STOP, None)
+        elif len(self.committed) >= self._limit:
+            self._end(FINISH_LENGTH, None)
+
+    def _fail(self, error: PipesdError) -> None:
+        self._end("error", error)
+
+    def _end(self, reason: str, error: PipesdError | None) -> None:
+        if self._state is State.DONE:
+            raise LocalProtocolError("a session ends once")
+        if self._state is State.ACTIVE:
+            self._outbox.append(Outgoing(self.verifier, Close(self.attach)))
+        self._state = State.DONE
+        self.finish = reason
+        self._asked = None
+        self._deadline = None
+        self._effects.append(Finished(reason, error))
+
+
+def _refused(message: Refused) -> RefusedError:
+    detail = f": {message.detail}" if message.detail else ""
+    text = f"the verifier refused the session ({message.reason}){detail}"
+    return RefusedError(text, message.reason, message.retry_after)
