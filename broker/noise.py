@@ -70,8 +70,9 @@ def exponentials(hashes: _U32) -> npt.NDArray[np.float64]:
     """Standard exponentials from hashes, uint32[n] -> float64[n]; each in [1.1e-10, 23].
 
     ``w`` is the middle of one of 2^32 equal cells of (0, 1), exact in float64. Winners have small
-    exponentials: ``-log1p(-w)`` is precise there, where ``-log(1 - w)`` has lost most digits and
-    the float32 form, with a uniform that rounds to 1, ends in 0 or infinity.
+    exponentials, so precision counts there: in float32 ``1 - w`` rounds to 1 for small ``w``, the
+    exponential becomes 0 and wins whatever the probability; ``-log1p(-w)`` in float64 keeps all
+    digits.
     """
     w: npt.NDArray[np.float64] = (hashes.astype(np.float64) + 0.5) * 2.0**-32
     result: npt.NDArray[np.float64] = -np.log1p(-w)
