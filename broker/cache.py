@@ -154,8 +154,9 @@ def _build(
             raise
         with _cache_trouble(root):
             _write_manifest(workplace, _describe(workplace, inputs, tools))
-            workplace.chmod(0o755)  # mkdtemp gives 0700; the cache may be shared
             for path in (*workplace.rglob("*"), workplace):
+                # Temporary files begin private; a prepared cache may be shared between users.
+                path.chmod(0o755 if path.is_dir() else 0o644)
                 _flush(path)
             if goal.exists():
                 goal.rename(workplace.with_name(f"{workplace.name}-old"))

@@ -82,12 +82,14 @@ class GgufHeader:
     """What a GGUF file says of itself.
 
     ``metadata``: the key-value pairs; arrays of strings as lists, arrays of numbers as tuples.
-    ``tensors``: names in file order. ``data_start``: offset of the tensor data in bytes.
+    ``tensors``: names in file order. ``parameters``: values in all tensors. ``data_start``: offset
+    of the tensor data in bytes.
     """
 
     version: int
     architecture: str
     tensors: tuple[str, ...]
+    parameters: int
     data_start: int
     metadata: dict[str, Any] = field(repr=False)
 
@@ -146,6 +148,7 @@ class _Walk:
         if not isinstance(architecture, str):
             raise self._broken("names no architecture")
         names, ends = [], []
+        parameters = 0
         for _ in range(tensor_count):
             names.append(self._string())
             (dims,) = self._take("I")
@@ -154,6 +157,7 @@ class _Walk:
             count = 1
             for extent in self._take("Q" * dims):
                 count *= extent
+            parameters += count
             kind, offset = self._take("IQ")
             per_block, block_bytes = _BLOCKS.get(kind, (1, 0))
             ends.append(offset + -(-count // per_block) * block_bytes)
@@ -163,7 +167,7 @@ class _Walk:
         data_start = -(-self._at // alignment) * alignment
         if names and data_start + max(ends) > self._size:
             raise self._truncated()
-        return GgufHeader(version, architecture, tuple(names), data_start, metadata)
+        return GgufHeader(version, architecture, tuple(names), parameters, data_start, metadata)
 
     def _take(self, format_: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + format_, self._data, self._at)
