@@ -57,7 +57,8 @@ def run(work: Callable[[], int], program: str) -> int:
         return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as error:  # noqa: BLE001 (the last line of defence: no traceback for a person)
+    except Exception as error:
+        # The last line of defence: a person gets a line, not a traceback.
         logging.getLogger(program).debug("unexpected error", exc_info=True)
         kind = type(error).__name__
         line = " ".join(str(error).split())[:300]

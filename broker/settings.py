@@ -1,8 +1,9 @@
 """Settings from flags, ``PIPESD_*`` variables and a TOML file; flags win, then variables.
 
-A command builds its ``argparse`` parser as usual and calls ``parse``. For an option ``--max-tokens``
-the variable is ``PIPESD_MAX_TOKENS`` and the TOML key ``max-tokens`` (or ``max_tokens``), at the top
-level or in a table named like the program (``[edge-agent]``, ``[cloud-verifier]``).
+A command builds its ``argparse`` parser as usual and calls ``parse``; what it cannot do without
+it checks afterwards, since a lower layer may hold it. For an option ``--max-tokens`` the variable
+is ``PIPESD_MAX_TOKENS`` and the TOML key ``max-tokens`` (or ``max_tokens``), at the top level or in
+a table named like the program (``[edge-agent]``, ``[cloud-verifier]``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def read_toml(path: str) -> dict[str, Any]:
     """The file's content. Raises ConfigError naming file and cause."""
     try:
         with Path(path).open("rb") as file:
-            return tomllib.load(file)
+            content: dict[str, Any] = tomllib.load(file)
+            return content
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -171,7 +171,7 @@ class EdgeSession:
         # Whatever was on the old connection is gone: ask at once instead of waiting for a timer.
         if self._state is State.ACTIVE:
             if self._asked is not None:
-                self._send_resync(now)
+                self._repeat(now)
         elif self.config.local != LOCAL_ONLY:
             self._open(now)
 
@@ -197,12 +197,27 @@ class EdgeSession:
         self._window.abandon(effect)
         self._draft_broken = True
         if self._state is State.LOCAL:
-            self._fail(ModelError("the draft model failed and no verifier is in reach: start one"))
+            self.fail(ModelError("the draft model failed and no verifier is in reach: start one"))
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End here: the driver found a stop string, or nobody listens any more."""
         if self._state is not State.DONE:
             self._end(reason, None)
+
+    def fail(self, error: PipesdError) -> None:
+        """End with ``error``: something outside the session makes going on impossible."""
+        if self._state is not State.DONE:
+            self._end("error", error)
+
+    def link_failed(self, error: PipesdError, now: float) -> None:
+        """The transport gave up for good: an error, unless going on alone is allowed."""
+        if self._state is State.DONE or self._state is State.LOCAL:
+            return
+        self._connected = False
+        if self.config.local == LOCAL_FORBID:
+            self.fail(error)
+        else:
+            self._go_local(now)
 
     def verifier_gone(self, verifier: str, now: float) -> None:
         """A verifier's status says offline: do not wait for its silence."""
@@ -227,7 +242,7 @@ class EdgeSession:
             self._reopen(now)
         else:
             self._response.back_off()
-            self._send_resync(now)
+            self._repeat(now)
 
     def receive(self, message: VerifierMessage, now: float) -> None:
         """A message of this session's ``down`` topic."""
@@ -321,32 +336,35 @@ class EdgeSession:
             self._refusal = message
             self._deadline = now + message.retry_after
             return
-        self._fail(_refused(message))
+        self.fail(_refused(message))
 
     def _on_closed(self, message: Closed, now: float) -> None:
         if message.reason == CLOSED_TOKEN:
             error = "the verifier's vocabulary lacks a drafted token: use a draft of its family"
-            self._fail(RefusedError(error, message.reason))
+            self.fail(RefusedError(error, message.reason))
             return
         if message.reason == CLOSED_ERROR:
             self._errors += 1
             if self._errors >= MAX_ERRORS:
-                self._fail(ModelError("the target failed on this session: see the verifier's log"))
+                self.fail(ModelError("the target failed on this session: see the verifier's log"))
                 return
         self._reopen(now)
 
     def _give_up(self, now: float) -> None:
         if self.config.local == LOCAL_FORBID:
             if self._refusal is not None:
-                self._fail(_refused(self._refusal))
+                self.fail(_refused(self._refusal))
                 return
             waited = round(now - self._alive_at, 1)
             if self._connected:
                 cause = f"the broker is there but no verifier answered for {waited} s: start one"
             else:
                 cause = f"no connection to the broker for {waited} s: start it or check --broker"
-            self._fail(TransportError(f"{cause}, or allow local mode (--local allow)"))
+            self.fail(TransportError(f"{cause}, or allow local mode (--local allow)"))
             return
+        self._go_local(now)
+
+    def _go_local(self, now: float) -> None:
         self._detach()
         self._state = State.LOCAL
         tokens = list(self._window.draft)
@@ -407,11 +425,10 @@ class EdgeSession:
             return  # it was sent before a verdict that has arrived since
         else:
             self._window.resend_from(message.have)
-        if self._asked is not None:
-            self.stats.resyncs += 1
-            self._clean_sample = False
-            self._send_draft(verify=True)
-            self._asked = max(self._asked, self._window.position)
+        if self._asked is not None and self._window.has_unsent:
+            # Something was lost, so the long waits of a busy verifier are out of place.
+            self._response.answered()
+            self._repeat_draft()
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -441,6 +458,20 @@ class EdgeSession:
         batch = self._window.take_batch(self.attach, verify=verify)
         if batch is not None:
             self._outbox.append(Outgoing(self.verifier, batch))
+
+    def _repeat(self, now: float) -> None:
+        """No verdict came: repeat the request, and ask for verdicts that may have been lost.
+
+        The draft goes first, so that the verifier's answer to Resync already counts it.
+        """
+        self._window.resend_from(0)
+        self._repeat_draft()
+        self._send_resync(now)
+
+    def _repeat_draft(self) -> None:
+        self._clean_sample = False
+        self._asked = self._window.position
+        self._send_draft(verify=True)
 
     def _send_resync(self, now: float, *, only_once: bool = False) -> None:
         have = len(self.committed)
@@ -476,9 +507,6 @@ class EdgeSession:
             self._end(FINISH_STOP, None)
         elif len(self.committed) >= self._limit:
             self._end(FINISH_LENGTH, None)
-
-    def _fail(self, error: PipesdError) -> None:
-        self._end("error", error)
 
     def _end(self, reason: str, error: PipesdError | None) -> None:
         if self._state is State.DONE:

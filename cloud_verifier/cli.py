@@ -1,0 +1,261 @@
+"""The ``cloud-verifier`` command: ``serve`` one replica, or ``generate`` with the target alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from broker import __version__
+from broker.command import raise_on_signals, run, set_up_logging
+from broker.errors import ConfigError, TransportError
+from broker.flags import (
+    add_broker_flags,
+    add_prompt_flags,
+    add_sampling_flags,
+    broker_settings,
+    check_prompt,
+    read_messages,
+    sampling_from,
+)
+from broker.pairs import PAIRS
+from broker.settings import Parser, add_config_flag, parse
+from broker.topics import check_id
+from broker.transport import ConnectionEvent, ConnectionState
+from cloud_verifier import reference
+
+if TYPE_CHECKING:
+    from cloud_verifier.engine.torch_target import TorchTarget
+    from cloud_verifier.engine.torch_text import TargetText
+
+PROGRAM = "cloud-verifier"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=PROGRAM, description="Decide with the target model which drafts are right."
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="serve sessions from a broker until stopped")
+    add_broker_flags(serve)
+    _add_target_flags(serve)
+    serve.add_argument(
+        "--id", default="verifier-1", metavar="ID", help="this replica's id (verifier-1)"
+    )
+    serve.add_argument(
+        "--max-sessions", type=int, default=256, metavar="N", help="sessions held at a time (256)"
+    )
+    serve.add_argument(
+        "--idle-ttl",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds without a word after which a session is forgotten (300)",
+    )
+    _add_common(serve)
+
+    generate = commands.add_parser(
+        "generate", help="the target alone: the text that every split run must equal"
+    )
+    add_prompt_flags(generate)
+    generate.add_argument(
+        "--prompt-ids", metavar="FILE", help="JSON list of token ids instead of a text; -: stdin"
+    )
+    add_sampling_flags(generate)
+    _add_target_flags(generate)
+    generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    _add_common(generate)
+    return parser
+
+
+def _add_target_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("target model")
+    group.add_argument("--target", metavar="M", help="directory, hub id or GGUF file of the model")
+    group.add_argument("--pair", choices=sorted(PAIRS), help="the target of a demo pair instead")
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="precision of the forward; float32 (default) equals target-only text exactly",
+    )
+    group.add_argument("--device", default="cpu", metavar="D", help="torch device (cpu)")
+    group.add_argument(
+        "--context", type=int, default=None, metavar="N", help="tokens per session (the model's)"
+    )
+    group.add_argument(
+        "--slots", type=int, default=16, metavar="N", help="sessions with a K/V cache (16)"
+    )
+    group.add_argument(
+        "--threads", type=int, default=None, metavar="N", help="CPU threads of a forward (all)"
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_config_flag(parser)
+    parser.add_argument("--verbose", action="store_true", help="debug messages and traces")
+
+
+def load_target(args: argparse.Namespace) -> tuple[TorchTarget, str]:
+    """The target that the flags name, and its directory or hub id.
+
+    Raises ConfigError or ModelError.
+    """
+    if (args.target is None) == (args.pair is None):
+        raise ConfigError(f"give either --target MODEL or --pair {'|'.join(sorted(PAIRS))}")
+    if args.slots < 1 or (args.context is not None and args.context < 2):
+        raise ConfigError("--slots is at least 1 and --context at least 2")
+    if args.threads is not None and args.threads < 1:
+        raise ConfigError(f"--threads {args.threads} is below 1: leave it out for all cores")
+    try:
+        from cloud_verifier.engine.prepare import resolve_target
+        from cloud_verifier.engine.torch_target import TorchTarget
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'pipesd[cloud]'") from None
+    source = resolve_target(args.target, args.pair)
+    target = TorchTarget.load(
+        source,
+        dtype=args.dtype,
+        device=args.device,
+        context=args.context,
+        max_slots=args.slots,
+        threads=args.threads,
+    )
+    return target, source
+
+
+def serve(args: argparse.Namespace) -> int:
+    from broker.mqtt import MqttTransport
+    from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
+
+    verifier = check_id("--id", args.id)
+    if args.max_sessions < 1 or args.idle_ttl <= 0:
+        raise ConfigError("--max-sessions is at least 1 and --idle-ttl above 0 seconds")
+    broker_settings(args, f"verifier-{verifier}", None)  # wrong usage before a minute of loading
+    target, _ = load_target(args)
+    config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
+    will = status_will(verifier, online_status(config, target.name))
+    settings = broker_settings(args, f"verifier-{verifier}", will)
+    failed: list[ConnectionEvent] = []
+    over = threading.Event()
+    announced = threading.Event()
+
+    def on_event(event: ConnectionEvent) -> None:
+        if event.state is ConnectionState.FAILED:
+            failed.append(event)
+            over.set()
+        elif event.state is ConnectionState.CONNECTED and not announced.is_set():
+            announced.set()
+            print(
+                f"verifier {verifier} serves {target.name} ({args.dtype}) at {settings.url}",
+                flush=True,
+            )
+
+    runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
+    runtime.start()
+    try:
+        over.wait()
+    finally:
+        runtime.stop()
+        target.close()
+    raise TransportError(f"the broker at {settings.url} refused: {failed[0].reason}")
+
+
+def _prompt_ids(args: argparse.Namespace, text: TargetText, vocab_size: int) -> tuple[int, ...]:
+    if args.prompt_ids is None:
+        check_prompt(args)
+        if args.messages is not None:
+            return tuple(text.encode_chat(read_messages(args.messages)))
+        if args.raw or not text.has_chat_template:
+            return tuple(text.encode_prompt(args.prompt))
+        return tuple(text.encode_chat([{"role": "user", "content": args.prompt}]))
+    if args.prompt is not None or args.messages is not None:
+        raise ConfigError("--prompt-ids stands alone: leave out --prompt and --messages")
+    try:
+        with open("/dev/stdin" if args.prompt_ids == "-" else args.prompt_ids) as file:
+            ids: Any = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read --prompt-ids {args.prompt_ids}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--prompt-ids {args.prompt_ids} is no JSON: {error}") from None
+    if not isinstance(ids, list) or any(
+        type(token) is not int or not 0 <= token < vocab_size for token in ids
+    ):
+        raise ConfigError(f"--prompt-ids: a list of ids from 0 to {vocab_size - 1} is wanted")
+    return tuple(ids)
+
+
+def generate(args: argparse.Namespace) -> int:
+    sampling = sampling_from(args)
+    if args.prompt_ids is None:
+        check_prompt(args)
+    target, source = load_target(args)
+    try:
+        from cloud_verifier.engine.torch_text import TargetText
+
+        words = TargetText(source)
+        prompt = _prompt_ids(args, words, target.vocab_size)
+        tokens: list[int] = []
+        first = last = 0.0
+        finish = "cancelled"
+        shown = 0
+        for step in reference.generate(target, prompt, sampling, args.max_tokens):
+            tokens.append(step.token)
+            first = first or step.seconds
+            last, finish = step.seconds, step.finish or finish
+            if not args.json:
+                text = words.decode(tokens)
+                if not text.endswith("\N{REPLACEMENT CHARACTER}") or step.finish:
+                    print(text[shown:], end="", flush=True)
+                    shown = len(text)
+        if args.json:
+            print(json.dumps(_report(words.decode(tokens), tokens, finish, first, last)))
+        else:
+            print()
+            rate = 1000.0 * last / len(tokens)
+            print(f"{len(tokens)} tokens, {rate:.1f} ms each, {finish}", file=sys.stderr)
+    finally:
+        target.close()
+    return 0
+
+
+def _report(
+    text: str, tokens: list[int], finish: str, first: float, last: float
+) -> dict[str, object]:
+    """The object of DESIGN.md, Commands; nothing was drafted and nothing was sent."""
+    return {
+        "text": text,
+        "token_ids": tokens,
+        "finish_reason": finish,
+        "tokens": len(tokens),
+        "ttft_ms": round(first * 1000.0, 2),
+        "tpt_ms": round(last * 1000.0 / len(tokens), 2),
+        "drafted": 0,
+        "accepted": 0,
+        "forwards": len(tokens),
+        "uplink_bytes": 0,
+        "downlink_bytes": 0,
+        "uplink_messages": 0,
+        "mode": "target",
+        "verified": True,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def work() -> int:
+        args = parse(build_parser(), argv, program=PROGRAM)
+        set_up_logging(args.verbose)
+        raise_on_signals()
+        return {"serve": serve, "generate": generate}[args.command](args)
+
+    return run(work, PROGRAM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The driver of a verifier: a transport, a target and the core between them.
+
+Two threads. The transport's own feeds messages to the core and publishes what follows at once; the
+engine thread runs forwards and timers. One lock guards the core; it is never held across a model
+call, so the network waits for bookkeeping only (some 100 us), never for a forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from broker import __version__
+from broker.clock import Clock, MonotonicClock
+from broker.codec import encode
+from broker.errors import ModelError, TransportError
+from broker.messages import VerifierStatus
+from broker.topics import OPEN_SHARED, up_filter, verifier_status_topic
+from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
+from cloud_verifier.core.verifier import Forward, VerifierConfig, VerifierCore
+from cloud_verifier.engine.target import Target, Work
+from cloud_verifier.wire import feed, publications
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether the retained status is still true.
+STATUS_INTERVAL = 10.0
+
+
+def status_will(verifier: str, status: VerifierStatus) -> Will:
+    """Online while connected, offline when the connection dies or the verifier leaves."""
+    offline = encode(VerifierStatus(online=False))
+    return Will(verifier_status_topic(verifier), offline, birth=encode(status), farewell=offline)
+
+
+def online_status(config: VerifierConfig, model: str, sessions: int = 0) -> VerifierStatus:
+    return VerifierStatus(
+        online=True,
+        version=__version__,
+        model=model[-200:],
+        vocab_hash=config.vocab_hash,
+        context=config.context,
+        sessions=sessions,
+        max_sessions=config.max_sessions,
+    )
+
+
+def config_for(target: Target, verifier: str, **overrides: object) -> VerifierConfig:
+    """The replica's configuration from its target's facts; ``overrides`` by field name."""
+    facts: dict[str, object] = {
+        "verifier": verifier,
+        "vocab_size": target.vocab_size,
+        "vocab_hash": target.vocab_hash,
+        "context": target.context,
+        "eos_ids": target.eos_ids,
+        "slots": target.max_slots,
+        **overrides,
+    }
+    return VerifierConfig(**facts)  # type: ignore[arg-type]
+
+
+class VerifierRuntime:
+    """One replica. ``on_event`` hears of connection changes (from the transport's thread).
+
+    ``transport`` should carry ``status_will``. ``start`` and ``stop`` are called once each.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        target: Target,
+        config: VerifierConfig,
+        *,
+        clock: Clock | None = None,
+        on_event: Callable[[ConnectionEvent], None] | None = None,
+    ) -> None:
+        self.core = VerifierCore(config)
+        self.publish_failures = 0
+        self._transport = transport
+        self._target = target
+        self._clock = clock or MonotonicClock()
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._stopping = False
+        self._status = online_status(config, target.name)
+        self._status_due = 0.0
+        self._thread = threading.Thread(target=self._engine, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin connecting and serving; returns at once."""
+        self._transport.subscribe(OPEN_SHARED, qos=1)
+        self._transport.subscribe(up_filter(self.core.config.verifier), qos=1)
+        self._thread.start()
+        self._transport.start(self._on_message, self._on_connection)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Hand the sessions back, let the running forward end, say goodbye; idempotent.
+
+        At most ``timeout`` seconds for the forward and as much again for the network.
+        """
+        with self._work:
+            if self._stopping:
+                return
+            self._stopping = True
+            self.core.drain()
+            self._publish()
+            self._work.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        self._transport.stop(timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # -- the transport's thread -----------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        with self._work:
+            if self._stopping:
+                return
+            feed(self.core, message, self._clock.now())
+            self._publish()
+            self._work.notify()
+
+    def _on_connection(self, event: ConnectionEvent) -> None:
+        if event.state is not ConnectionState.CONNECTED:
+            log.warning("broker: %s %s", event.state.value, event.reason)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    # -- both, under the lock -------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        for topic, payload, qos in publications(self.core, self._clock.now()):
+            self._send(topic, payload, qos)
+
+    def _send(self, topic: str, payload: bytes, qos: int, *, retain: bool = False) -> None:
+        try:
+            self._transport.publish(topic, payload, qos=qos, retain=retain)
+        except TransportError as error:
+            # The session protocol repeats what mattered; a closed transport has nobody to tell.
+            self.publish_failures += 1
+            log.debug("not published to %s: %s", topic, error)
+
+    # -- the engine's thread --------------------------------------------------------------------
+
+    def _engine(self) -> None:
+        while True:
+            with self._work:
+                forward = self._next_forward()
+            if forward is None:
+                return
+            try:
+                self._run(forward)
+            except Exception:
+                # A bug must not silence the replica: give the batch back and go on.
+                log.exception("a forward failed")
+                with self._work:
+                    self.core.forward_failed(forward)
+                    self._publish()
+
+    def _next_forward(self) -> Forward | None:
+        """Wait for work, minding timers; None when stopping. Called with the lock held."""
+        while not self._stopping:
+            now = self._clock.now()
+            self.core.handle_timer(now)
+            self._refresh_status(now)
+            forward = self.core.next_effect()
+            if forward is not None:
+                return forward
+            due = self.core.get_timer()
+            wait = self._status_due - now if due is None else min(due, self._status_due) - now
+            self._work.wait(max(0.001, wait))
+        return None
+
+    def _run(self, forward: Forward) -> None:
+        batch = [
+            Work(
+                seat.slot,
+                seat.plan.keep,
+                seat.plan.tokens,
+                seat.plan.choices,
+                seat.plan.position,
+                seat.session.sampling,
+            )
+            for seat in forward.seats
+        ]
+        begin = self._clock.now()
+        try:
+            choices = self._target.forward(batch)
+        except ModelError as error:
+            log.error("the target failed on %d sessions: %s", len(batch), error)
+            with self._work:
+                self.core.forward_failed(forward)
+                self._publish()
+            return
+        end = self._clock.now()
+        with self._work:
+            self.core.forward_done(forward, choices, end, end - begin)
+            self._publish()
+
+    def _refresh_status(self, now: float) -> None:
+        if now < self._status_due:
+            return
+        self._status_due = now + STATUS_INTERVAL
+        status = online_status(self.core.config, self._target.name, len(self.core.sessions))
+        if status != self._status and self._transport.connected:
+            self._status = status
+            topic = verifier_status_topic(self.core.config.verifier)
+            self._send(topic, encode(status), 1, retain=True)

@@ -1,0 +1,373 @@
+"""The driver of a device: a transport, a draft model and one session core per generation.
+
+The transport's thread only sorts messages into the inboxes of the generations; each generation is
+driven by the thread that iterates over it, which is also the one that runs the draft model. So two
+generations at once never wait for each other's model calls, and the network for none.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from broker import __version__
+from broker.clock import Clock, MonotonicClock
+from broker.codec import decode, encode
+from broker.errors import ModelError, PipesdError, RemoteProtocolError, TransportError
+from broker.messages import (
+    VERIFY_TRIGGERED,
+    Accepted,
+    Close,
+    DeviceStatus,
+    VerifierMessage,
+    VerifierStatus,
+)
+from broker.sampling import Sampling
+from broker.topics import (
+    VERIFIER_STATUS_ALL,
+    down_filter,
+    parse_verifier_status_topic,
+    status_topic,
+    up_topic,
+)
+from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
+from edge_agent.core.config import LOCAL_FORBID, SessionConfig
+from edge_agent.core.effects import Commit, EdgeStats, Finished
+from edge_agent.core.session import EdgeSession
+from edge_agent.core.timing import Timing
+from edge_agent.core.trigger import Thresholds
+from edge_agent.draft import Draft, DraftModel
+from edge_agent.wire import arrival, publication
+
+log = logging.getLogger(__name__)
+
+#: Messages that may wait for one generation; more means that its thread hangs in the draft model.
+MAX_INBOX = 1024
+#: Verifiers whose status is remembered.
+MAX_VERIFIERS = 256
+
+
+def device_will(device: str, draft: str) -> Will:
+    """Online while connected, offline when the connection dies or the agent leaves."""
+    offline = encode(DeviceStatus(online=False))
+    birth = encode(DeviceStatus(online=True, version=__version__, draft=draft[-200:]))
+    return Will(status_topic(device), offline, birth=birth, farewell=offline)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation. ``prompt``: token ids; the other fields as in SessionConfig."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    timing: Timing = field(default_factory=Timing)
+    max_ahead: int = 24
+    verify: str = VERIFY_TRIGGERED
+    local: str = LOCAL_FORBID
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Payload bytes and messages of one generation."""
+
+    uplink_bytes: int
+    downlink_bytes: int
+    uplink_messages: int
+    downlink_messages: int
+
+
+class Agent:
+    """Everything that one device's generations share. Thread-safe."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        draft: DraftModel,
+        device: str,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self.device = device
+        self.draft = draft
+        self.clock = clock or MonotonicClock()
+        self.rejected: Counter[str] = Counter()  # input dropped, by cause (a fixed set)
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._generations: dict[str, Generation] = {}
+        self._verifiers: dict[str, VerifierStatus] = {}
+        self._state: ConnectionEvent | None = None
+
+    def start(self) -> None:
+        """Begin connecting; returns at once."""
+        self._transport.subscribe(down_filter(self.device), qos=1)
+        self._transport.subscribe(VERIFIER_STATUS_ALL, qos=1)
+        self._transport.start(self._on_message, self._on_event)
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Cancel what runs and say goodbye; idempotent."""
+        with self._lock:
+            running = list(self._generations.values())
+        for generation in running:
+            generation.cancel()
+        self._transport.stop(timeout)
+
+    @property
+    def connected(self) -> bool:
+        return self._transport.connected
+
+    def verifiers(self) -> dict[str, VerifierStatus]:
+        """The verifiers that are online as far as the broker's retained statuses say."""
+        with self._lock:
+            return dict(self._verifiers)
+
+    def generate(self, request: Request) -> Generation:
+        """A generation; nothing happens until it is iterated over.
+
+        Raises ConfigError for a request that cannot be, ModelError when the draft model has no
+        room for another sequence.
+        """
+        draft = self.draft
+        config = SessionConfig(
+            prompt=request.prompt,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            vocab_hash=draft.vocab_hash,
+            vocab_size=draft.vocab_size,
+            eos_ids=draft.eos_ids,
+            context=draft.context,
+            max_ahead=request.max_ahead,
+            verify=request.verify,
+            local=request.local,
+        )
+        core = EdgeSession(config, request.thresholds, request.timing, self.clock.now())
+        generation = Generation(self, secrets.token_hex(8), core, draft.open())
+        with self._lock:
+            self._generations[generation.session] = generation
+            state = self._state
+        if state is not None:
+            generation.hear(state)
+        return generation
+
+    # -- for generations ------------------------------------------------------------------------
+
+    def publish(self, topic: str, payload: bytes, qos: int) -> None:
+        self._transport.publish(topic, payload, qos=qos)
+
+    def forget(self, session: str) -> None:
+        with self._lock:
+            self._generations.pop(session, None)
+
+    # -- the transport's thread -----------------------------------------------------------------
+
+    def _on_event(self, event: ConnectionEvent) -> None:
+        with self._lock:
+            self._state = event
+            running = list(self._generations.values())
+        for generation in running:
+            generation.hear(event)
+
+    def _on_message(self, message: Message) -> None:
+        try:
+            if message.topic.startswith("pipesd/1/_verifiers/"):
+                self._on_verifier_status(message)
+                return
+            session, decoded = arrival(self.device, message)
+        except RemoteProtocolError as error:
+            self.rejected[error.cause] += 1
+            return
+        with self._lock:
+            generation = self._generations.get(session)
+        if generation is not None:
+            generation.hear(decoded, len(message.payload))
+        elif isinstance(decoded, Accepted):
+            # It ended before this answer came: the verifier need not keep a place for it.
+            topic = up_topic(self.device, session, decoded.verifier)
+            try:
+                self.publish(topic, encode(Close(decoded.attach)), 1)
+            except TransportError:
+                self.rejected["close_not_sent"] += 1
+
+    def _on_verifier_status(self, message: Message) -> None:
+        verifier = parse_verifier_status_topic(message.topic)
+        status = decode(message.payload) if message.payload else VerifierStatus(online=False)
+        if not isinstance(status, VerifierStatus):
+            raise RemoteProtocolError("no status of a verifier", cause="unexpected_kind")
+        with self._lock:
+            if not status.online:
+                self._verifiers.pop(verifier, None)
+            elif verifier in self._verifiers or len(self._verifiers) < MAX_VERIFIERS:
+                self._verifiers[verifier] = status
+            running = list(self._generations.values())
+        if not status.online and not message.retain:
+            for generation in running:
+                generation.hear(verifier)
+
+
+class Generation:
+    """One running generation: iterate over it for ``Commit`` effects as they become final.
+
+    Iterating raises the error that ended it, if one did. ``cancel`` may come from any thread.
+    """
+
+    def __init__(self, agent: Agent, session: str, core: EdgeSession, draft: Draft) -> None:
+        self.session = session
+        self.finish: str | None = None
+        self.dropped = 0  # messages that found the inbox full
+        self.draft_seconds = 0.0
+        self.draft_error: ModelError | None = None
+        self._agent = agent
+        self._core = core
+        self._draft = draft
+        self._inbox: deque[VerifierMessage | ConnectionEvent | str] = deque()
+        self._wake = threading.Condition()
+        self._cancelled: str | None = None
+        self._traffic = [0, 0, 0, 0]
+        self._started = False
+
+    @property
+    def stats(self) -> EdgeStats:
+        return self._core.stats
+
+    @property
+    def tokens(self) -> list[int]:
+        """The committed tokens so far."""
+        return list(self._core.committed)
+
+    @property
+    def verified(self) -> bool:
+        """Whether the target stands for every token."""
+        return self._core.stats.local_tokens == 0
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(*self._traffic)
+
+    @property
+    def verifier(self) -> str | None:
+        return self._core.verifier
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """Take other thresholds from the next drafted token on."""
+        self._core.trigger.thresholds = thresholds
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End soon: drafting stops, the verifier is told. Idempotent."""
+        with self._wake:
+            if self._cancelled is None:
+                self._cancelled = reason
+            self._wake.notify()
+
+    def hear(self, what: VerifierMessage | ConnectionEvent | str, size: int = 0) -> None:
+        """A message of ``size`` bytes, a connection event, or the id of a verifier that left."""
+        with self._wake:
+            if len(self._inbox) >= MAX_INBOX:
+                self.dropped += 1
+                return
+            if size:
+                self._traffic[1] += size
+                self._traffic[3] += 1
+            self._inbox.append(what)
+            self._wake.notify()
+
+    def __iter__(self) -> Iterator[Commit]:
+        if self._started:
+            return
+        self._started = True
+        try:
+            yield from self._drive()
+        finally:
+            # Also when the consumer stopped listening: the verifier's place is given back.
+            self._core.cancel()
+            self._flush()
+            self._draft.close()
+            self._agent.forget(self.session)
+
+    def close(self) -> None:
+        """Free everything of a generation that was never iterated over; idempotent."""
+        self.cancel()
+        if not self._started:
+            for _ in self:
+                pass
+
+    # -- the driving thread ---------------------------------------------------------------------
+
+    def _drive(self) -> Iterator[Commit]:
+        core, clock = self._core, self._agent.clock
+        while True:
+            self._take_inbox()
+            core.handle_timer(clock.now())
+            self._flush()
+            effect = core.next_effect()
+            if isinstance(effect, Commit):
+                yield effect
+            elif isinstance(effect, Finished):
+                self.finish = effect.reason
+                if effect.error is not None:
+                    raise effect.error
+                return
+            elif effect is not None:
+                begin = clock.now()
+                try:
+                    if self._draft.length > effect.keep:
+                        self._draft.rollback(effect.keep)
+                    self._draft.eval(effect.feed)
+                    token, confidence = self._draft.propose(effect.position, core.config.sampling)
+                except ModelError as error:
+                    log.warning("drafting stopped: %s", error)
+                    self.draft_error = error
+                    core.draft_failed(effect)
+                    continue
+                now = clock.now()
+                self.draft_seconds += now - begin
+                core.drafted(effect, token, confidence, now)
+            else:
+                self._wait()
+
+    def _wait(self) -> None:
+        timer = self._core.get_timer()
+        with self._wake:
+            if not self._inbox and self._cancelled is None:
+                wait = None if timer is None else timer - self._agent.clock.now()
+                if wait is None or wait > 0:
+                    self._wake.wait(wait)
+
+    def _take_inbox(self) -> None:
+        while True:
+            with self._wake:
+                cancelled = self._cancelled
+                what = self._inbox.popleft() if self._inbox else None
+            if cancelled is not None:
+                self._core.cancel(cancelled)
+            if what is None:
+                return
+            now = self._agent.clock.now()
+            if isinstance(what, str):
+                self._core.verifier_gone(what, now)
+            elif isinstance(what, ConnectionEvent):
+                self._on_connection(what, now)
+            else:
+                self._core.receive(what, now)
+
+    def _on_connection(self, event: ConnectionEvent, now: float) -> None:
+        if event.state is ConnectionState.FAILED:
+            self._core.link_failed(TransportError(event.reason, event.reason_code), now)
+        else:
+            self._core.set_connected(event.state is ConnectionState.CONNECTED, now)
+
+    def _flush(self) -> None:
+        for outgoing in self._core.messages_to_send(self._agent.clock.now()):
+            try:
+                topic, payload, qos = publication(self._agent.device, self.session, outgoing)
+                self._agent.publish(topic, payload, qos)
+            except PipesdError as error:
+                if self._core.finish is None:
+                    self._core.fail(error)
+                return
+            self._traffic[0] += len(payload)
+            self._traffic[2] += 1
