@@ -47,7 +47,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 # Control tokens that end a turn or a text, by the names that model families give them. A GGUF names
 # one end token; chat models often have two (end of turn, end of text), and both must end the text.
-_END_TOKENS = frozenset(
+END_TOKENS = frozenset(
     {
         "</s>",
         "<eos>",
@@ -276,7 +276,7 @@ def _end_ids(header: GgufHeader) -> list[int]:
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     kinds = metadata.get("tokenizer.ggml.token_type", ())
     for token, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind == _CONTROL and text in _END_TOKENS:
+        if kind == _CONTROL and text in END_TOKENS:
             ends.add(token)
     return sorted(ends)
 
