@@ -1,0 +1,137 @@
+"""The vocabulary of a GGUF file: text to token ids and back, with llama.cpp's tokenizer.
+
+Made by ``llama_draft``, which hands in llama-cpp-python's C interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+from broker.errors import ConfigError, LocalProtocolError
+from broker.vocabulary import vocab_hash
+from edge_agent.text import ChatTemplate, with_one_bos
+
+MAX_TEXT_BYTES = 1 << 20
+"""Longest prompt text; beyond any draft's context, and the tokenizer is quadratic on some input."""
+
+_PIECE_BYTES = 128
+_USER_DEFINED = 1 << 4  # LLAMA_TOKEN_ATTR_USER_DEFINED
+
+
+class LlamaText:
+    """Implements ``TextModel``; may be used from any thread.
+
+    ``rows``: entries of the vocabulary, padding included, which is also the length of the logits.
+    ``vocab_size``: those that may be proposed. ``eos_ids``: tokens that end the text.
+    ``adds_space_prefix``: the first word of a text carries a space that is not its own
+    (SentencePiece); see ``Detokenizer``.
+    """
+
+    def __init__(self, lib: Any, vocab: int, template: str | None) -> None:
+        self._lib = lib
+        self._vocab: int | None = vocab
+        self.rows = int(lib.llama_vocab_n_tokens(vocab))
+        texts = [
+            text.decode("utf-8", "replace")
+            for text in map(lib.llama_vocab_get_text, repeat(vocab), range(self.rows))
+        ]
+        self.vocab_size = _count_tokens(texts)
+        self.vocab_hash = vocab_hash(texts)
+        self._bos = _token(lib.llama_vocab_bos(vocab))
+        self._add_bos = bool(lib.llama_vocab_get_add_bos(vocab))
+        eos = _token(lib.llama_vocab_eos(vocab))
+        ends = {eos, _token(lib.llama_vocab_eot(vocab))} - {None}
+        suspected = [
+            token
+            for token, ends_text in enumerate(
+                map(lib.llama_vocab_is_eog, repeat(vocab), range(self.rows))
+            )
+            if ends_text and token not in ends
+        ]
+        # llama.cpp takes any token whose text looks like an end for one. Where the file says that
+        # it is ordinary text (gemma: the HTML tag </s>), the file is right.
+        self._ordinary = frozenset(
+            token for token in suspected if lib.llama_vocab_get_attr(vocab, token) & _USER_DEFINED
+        )
+        self.eos_ids = frozenset(ends | set(suspected)) - self._ordinary
+        named = {
+            "bos_token": self._bos,
+            "eos_token": eos,
+            "pad_token": _token(lib.llama_vocab_pad(vocab)),
+        }
+        special = {name: texts[token] for name, token in named.items() if token is not None}
+        self._template = ChatTemplate(template, special) if template else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """See ``TextModel``. Raises ConfigError for text that is too long or no valid Unicode.
+
+        Special tokens written out in ``text`` become those tokens, as in transformers.
+        """
+        return with_one_bos(self._tokenize(text), self._bos, self._add_bos)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """See ``TextModel``. Raises ConfigError, also as ``encode_prompt`` does."""
+        if self._template is None:
+            raise ConfigError("the model has no chat template; give plain text with --raw")
+        return self.encode_prompt(self._template.render(messages))
+
+    def piece(self, token: int) -> bytes:
+        """See ``TextModel``. Raises LocalProtocolError for an id outside the vocabulary."""
+        if not 0 <= token < self.rows:
+            raise LocalProtocolError(f"token {token} is outside the vocabulary of {self.rows}")
+        vocab = self._opened()
+        special = token in self._ordinary
+        size = _PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            length = self._lib.llama_token_to_piece(vocab, token, buffer, size, 0, special)
+            if length >= 0:
+                return buffer.raw[:length]
+            size = -length
+
+    def close(self) -> None:
+        """The model is going away: no more calls into llama.cpp. Idempotent."""
+        self._vocab = None
+
+    def _tokenize(self, text: str) -> list[int]:
+        vocab = self._opened()
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the prompt is no valid Unicode (at character {error.start}); give UTF-8 text"
+            ) from None
+        if len(data) > MAX_TEXT_BYTES:
+            raise ConfigError(f"a prompt of {len(data)} bytes; give at most {MAX_TEXT_BYTES}")
+        # A token takes at least a byte, but for the space that SentencePiece may put in front.
+        capacity = len(data) + 8
+        tokens = (self._lib.llama_token * capacity)()
+        count = self._lib.llama_tokenize(vocab, data, len(data), tokens, capacity, False, True)
+        ids: list[int] = tokens[: max(count, 0)]
+        return ids
+
+    def _opened(self) -> int:
+        if self._vocab is None:
+            raise LocalProtocolError("the draft model is closed")
+        return self._vocab
+
+
+def _token(value: int) -> int | None:
+    # LLAMA_TOKEN_NULL is -1.
+    return None if value < 0 else value
+
+
+def _count_tokens(texts: Sequence[str]) -> int:
+    # Converters fill an embedding with more rows than the tokenizer has tokens like this; such an
+    # id means nothing to the target.
+    count = len(texts)
+    while count and texts[count - 1] in ("", f"[PAD{count - 1}]"):
+        count -= 1
+    return count
