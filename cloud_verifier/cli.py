@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from broker import __version__
-from broker.command import raise_on_signals, run, set_up_logging
+from broker.command import Stopped, raise_on_signals, run, set_up_logging
 from broker.errors import ConfigError, TransportError
 from broker.flags import (
     add_broker_flags,
@@ -56,6 +57,11 @@ def build_parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds without a word after which a session is forgotten (300)",
+    )
+    serve.add_argument(
+        "--until-eof",
+        action="store_true",
+        help="end when standard input does: for a parent that must not leave a verifier behind",
     )
     _add_common(serve)
 
@@ -157,12 +163,24 @@ def serve(args: argparse.Namespace) -> int:
 
     runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
     runtime.start()
+    if args.until_eof:
+        threading.Thread(target=_wait_for_eof, args=(over,), daemon=True).start()
     try:
         over.wait()
+    except Stopped:
+        pass  # how a service is meant to end
     finally:
         runtime.stop()
         target.close()
-    raise TransportError(f"the broker at {settings.url} refused: {failed[0].reason}")
+    if failed:
+        raise TransportError(f"no way into the broker at {settings.url}: {failed[0].reason}")
+    return 0
+
+
+def _wait_for_eof(over: threading.Event) -> None:
+    while os.read(0, 4096):
+        pass
+    over.set()
 
 
 def _prompt_ids(args: argparse.Namespace, text: TargetText, vocab_size: int) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class VerifierRuntime:
     def start(self) -> None:
         """Begin connecting and serving; returns at once."""
         self._transport.subscribe(OPEN_SHARED, qos=1)
-        self._transport.subscribe(up_filter(self.core.config.verifier), qos=1)
+        self._transport.subscribe(up_filter(self.core.config.verifier), qos=0)
         self._thread.start()
         self._transport.start(self._on_message, self._on_connection)
 

@@ -35,7 +35,7 @@ from broker.topics import (
     up_topic,
 )
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
-from edge_agent.core.config import LOCAL_FORBID, SessionConfig
+from edge_agent.core.config import DEFAULT_MIN_SURVIVAL, LOCAL_FORBID, SessionConfig
 from edge_agent.core.effects import Commit, EdgeStats, Finished
 from edge_agent.core.session import EdgeSession
 from edge_agent.core.timing import Timing
@@ -68,6 +68,7 @@ class Request:
     thresholds: Thresholds = field(default_factory=Thresholds)
     timing: Timing = field(default_factory=Timing)
     max_ahead: int = 24
+    min_survival: float = DEFAULT_MIN_SURVIVAL
     verify: str = VERIFY_TRIGGERED
     local: str = LOCAL_FORBID
 
@@ -105,7 +106,7 @@ class Agent:
 
     def start(self) -> None:
         """Begin connecting; returns at once."""
-        self._transport.subscribe(down_filter(self.device), qos=1)
+        self._transport.subscribe(down_filter(self.device), qos=0)
         self._transport.subscribe(VERIFIER_STATUS_ALL, qos=1)
         self._transport.start(self._on_message, self._on_event)
 
@@ -142,6 +143,7 @@ class Agent:
             eos_ids=draft.eos_ids,
             context=draft.context,
             max_ahead=request.max_ahead,
+            min_survival=request.min_survival,
             verify=request.verify,
             local=request.local,
         )

@@ -13,14 +13,18 @@ LOCAL_ALLOW = "allow"
 LOCAL_ONLY = "only"
 LOCAL_MODES = (LOCAL_FORBID, LOCAL_ALLOW, LOCAL_ONLY)
 
+#: By measurement with the demo pairs, docs/design-notes.md.
+DEFAULT_MIN_SURVIVAL = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
     """One generation. ``context``: tokens that the draft model can hold.
 
-    ``max_ahead``: unverified tokens that may exist at a time. ``local``: "forbid" (silence for
-    ``Timing.offline_after`` seconds is an error), "allow" (go on alone), "only" (never ask).
-    Raises ConfigError.
+    ``max_ahead``: unverified tokens that may exist at a time. ``min_survival``: while a verdict is
+    awaited, drafting pauses when the chance of the whole draft falls below this. ``local``:
+    "forbid" (silence for ``Timing.offline_after`` seconds is an error), "allow" (go on alone),
+    "only" (never ask). Raises ConfigError.
     """
 
     prompt: tuple[int, ...]
@@ -31,6 +35,7 @@ class SessionConfig:
     eos_ids: frozenset[int]
     context: int
     max_ahead: int = 24
+    min_survival: float = DEFAULT_MIN_SURVIVAL
     verify: str = VERIFY_TRIGGERED
     local: str = LOCAL_FORBID
 
@@ -41,5 +46,7 @@ class SessionConfig:
             raise ConfigError(f"max-tokens {self.max_tokens} is below 1: ask for at least one")
         if not 1 <= self.max_ahead <= 512:
             raise ConfigError(f"max-ahead {self.max_ahead} is outside 1 to 512")
+        if not 0.0 <= self.min_survival <= 1.0:
+            raise ConfigError(f"min-survival {self.min_survival} is outside 0 to 1: 0 turns it off")
         if self.local not in LOCAL_MODES:
             raise ConfigError(f"local mode {self.local!r} is none of {', '.join(LOCAL_MODES)}")

@@ -25,6 +25,7 @@ from broker.messages import (
     CLOSED_TOKEN,
     FINISH_LENGTH,
     FINISH_STOP,
+    VERIFY_EAGER,
     Accepted,
     Close,
     Closed,
@@ -91,6 +92,7 @@ class EdgeSession:
         self._state = State.LOCAL if config.local == LOCAL_ONLY else State.OPENING
         self._connected = False
         self._limit = config.max_tokens
+        self._eager = config.verify == VERIFY_EAGER
         self._draft_broken = False
         self._asked: int | None = None  # judge up to here: the outstanding NAV request
         self._asked_at = 0.0
@@ -186,7 +188,7 @@ class EdgeSession:
         if self._state is State.LOCAL:
             self._commit_local(token)
             return
-        self._window.draft.append(token)
+        self._window.append(token, confidence)
         rule = self.trigger.observe(confidence)
         if rule is not None:
             self.stats.count_trigger(rule)
@@ -367,9 +369,7 @@ class EdgeSession:
     def _go_local(self, now: float) -> None:
         self._detach()
         self._state = State.LOCAL
-        tokens = list(self._window.draft)
-        self._window.draft.clear()
-        for token in tokens:
+        for token in self._window.clear_draft():
             self._commit_local(token)
         if self.finish is None:
             self._open(now)
@@ -439,7 +439,9 @@ class EdgeSession:
         if self._asked is None and not self._window.drafting and not self._may_draft():
             self.stats.count_trigger("end")
             self._ask(now)
-        elif self._window.has_unsent:
+        elif self._window.has_unsent and (self._asked is None or self._eager):
+            # While a verdict is awaited there is no hurry: nobody looks at what was not asked for,
+            # and a verdict that drops it saves the bytes.
             self._send_draft(verify=False)
 
     def _ask(self, now: float) -> None:
@@ -495,6 +497,8 @@ class EdgeSession:
             return False
         if window.length > self.config.context:
             return False
+        if self._asked is not None and window.survival < self.config.min_survival:
+            return False  # a verdict is on its way that will most likely drop it
         return not (window.draft and window.draft[-1] in self.config.eos_ids)
 
     def _commit_local(self, token: int) -> None:

@@ -6,6 +6,7 @@ prompt | committed ...... | draft: sent ... | unsent ... | being drafted
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from broker.messages import DraftBatch, Verdict
@@ -39,6 +40,7 @@ class DraftWindow:
         self.committed: list[int] = []
         self.draft: list[int] = []
         self.epoch = 0
+        self._confidences: list[float] = []  # of the draft tokens
         self._sent = 0  # position up to which the verifier was sent this epoch's draft
         self._fed = 0  # tokens that are certainly in the draft model's cache
         self._drafting: DraftNext | None = None
@@ -59,10 +61,26 @@ class DraftWindow:
         return self._drafting is not None
 
     @property
+    def survival(self) -> float:
+        """The chance that the whole draft is right, as far as the draft model knows."""
+        return math.prod(self._confidences)
+
+    @property
     def has_unsent(self) -> bool:
         return self.position > max(self._sent, len(self.committed))
 
     # -- drafting -------------------------------------------------------------------------------
+
+    def append(self, token: int, confidence: float) -> None:
+        """One more drafted token."""
+        self.draft.append(token)
+        self._confidences.append(confidence)
+
+    def clear_draft(self) -> list[int]:
+        """Forget the draft; its tokens."""
+        tokens, self.draft = self.draft, []
+        self._confidences.clear()
+        return tokens
 
     def next_draft(self) -> DraftNext:
         """The outstanding request to the draft model, or a new one."""
@@ -142,6 +160,7 @@ class DraftWindow:
             self._roll_back(have + matched)
         else:
             del self.draft[:matched]
+            del self._confidences[:matched]
         self.committed.extend(fresh)
         self._sent = max(self._sent, end)
         return Outcome(APPLIED, have, fresh, max(0, verdict.accepted - overlap), lost)
@@ -152,7 +171,7 @@ class DraftWindow:
 
     def _roll_back(self, position: int) -> None:
         """The draft is wrong from ``position`` on: forget it, in the model's cache too."""
-        self.draft.clear()
+        self.clear_draft()
         self.epoch += 1
         self._sent = 0
         self._fed = min(self._fed, len(self.prompt) + position)

@@ -95,7 +95,7 @@ class SimVerifier:
         self.transport = InMemoryTransport(self.world.broker, self.name)
         self.transport.start(self._on_message, lambda event: None)
         self.transport.subscribe(OPEN_SHARED, qos=1)
-        self.transport.subscribe(up_filter(self.name), qos=1)
+        self.transport.subscribe(up_filter(self.name), qos=0)
 
     def forget_everything(self) -> None:
         """A process that died and came back with the same id."""
@@ -179,7 +179,7 @@ class SimEdge:
         self.session = EdgeSession(self.config, self.thresholds, self.timing, now)
         self.transport = InMemoryTransport(self.world.broker, self.device)
         self.transport.start(self._on_message, self._on_event)
-        self.transport.subscribe(down_filter(self.device), qos=1)
+        self.transport.subscribe(down_filter(self.device), qos=0)
 
     def _on_event(self, event: ConnectionEvent) -> None:
         up = event.state is ConnectionState.CONNECTED

@@ -1,0 +1,93 @@
+"""Child processes of a demo that end with it, however it ends.
+
+Each holds the reading end of a pipe as its standard input; the writing end is ours alone, so it
+closes even when this process is killed. Standard error is kept to a bounded tail for messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+TAIL_LINES = 20
+
+
+class Child:
+    """One child; ``on_line`` hears each line of its standard error (from a thread of its own)."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        threads: int,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._on_line = on_line
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C goes to the whole group; the child shall end when we say so, after us.
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for raw in self._process.stderr:
+            line = raw.decode("utf-8", "replace").rstrip()
+            if not line:
+                continue
+            self._tail.append(line)
+            if self._on_line is not None:
+                self._on_line(line)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def last_line(self) -> str:
+        return self._tail[-1] if self._tail else "it said nothing"
+
+    def communicate(self, text: str) -> str:
+        """Write ``text``, close standard input, and return all of standard output."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(text.encode())
+            self._process.stdin.close()
+        output = self._process.stdout.read()
+        self._process.wait()
+        self._reader.join(2.0)
+        return output.decode("utf-8", "replace")
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Close its standard input, then ask, then kill; idempotent."""
+        process = self._process
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for action in (lambda: None, process.terminate, process.kill):
+            action()
+            try:
+                process.wait(timeout)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,288 @@
+"""The ``edge-agent`` command: ``demo`` on one machine, ``generate`` against a running cloud."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from broker import __version__
+from broker.command import raise_on_signals, run, set_up_logging
+from broker.errors import ConfigError
+from broker.flags import (
+    add_broker_flags,
+    add_prompt_flags,
+    add_sampling_flags,
+    broker_settings,
+    check_prompt,
+    read_messages,
+    sampling_from,
+)
+from broker.messages import VERIFY_MODES, VERIFY_TRIGGERED
+from broker.pairs import PAIRS, SOURCE_QUANT
+from broker.settings import Parser, add_config_flag, parse
+from broker.topics import check_device_id
+from edge_agent.core.config import DEFAULT_MIN_SURVIVAL, LOCAL_FORBID, LOCAL_MODES, LOCAL_ONLY
+from edge_agent.core.timing import Timing
+from edge_agent.core.trigger import DEFAULT_R1, DEFAULT_R2, Thresholds
+from edge_agent.draft import TextModel
+
+if TYPE_CHECKING:
+    from broker.transport import Transport
+    from edge_agent.llama_draft import LlamaDraftModel
+    from edge_agent.runtime import Request
+
+PROGRAM = "edge-agent"
+DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
+#: ``pipesd``: the paper's. ``local``: the draft alone, nothing leaves the device.
+POLICIES = ("pipesd", "local")
+DRAFT_QUANTS = ("q2_k", "q3_k_m", SOURCE_QUANT)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=PROGRAM, description="Draft on this device, let a big model in the cloud decide."
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    demo = commands.add_parser(
+        "demo", help="broker, verifier and this agent on one machine, with real models"
+    )
+    add_prompt_flags(demo)
+    add_sampling_flags(demo)
+    _add_draft_flags(demo, default_pair="smollm2")
+    demo.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="precision of the target (float32)",
+    )
+    demo.add_argument(
+        "--target-threads", type=int, default=None, metavar="N", help="CPU threads of the target"
+    )
+    demo.add_argument(
+        "--no-alone", action="store_true", help="leave out the run of the target alone at the end"
+    )
+    _add_session_flags(demo)
+    _add_common(demo)
+
+    generate = commands.add_parser("generate", help="one generation against a running cloud")
+    add_broker_flags(generate)
+    generate.add_argument(
+        "--device-id", metavar="ID", default=None, help="this device's id (from the host name)"
+    )
+    add_prompt_flags(generate)
+    add_sampling_flags(generate)
+    _add_draft_flags(generate)
+    generate.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="pipesd",
+        help="pipesd (default), or local: the draft model alone, nothing leaves the device",
+    )
+    _add_session_flags(generate)
+    generate.add_argument(
+        "--local",
+        choices=tuple(mode for mode in LOCAL_MODES if mode != LOCAL_ONLY),
+        default=LOCAL_FORBID,
+        help="when the cloud is out of reach: forbid (default; an error) or allow (go on with the "
+        "draft model alone, marked as unverified)",
+    )
+    generate.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds of silence after which the cloud counts as out of reach (30)",
+    )
+    _add_common(generate)
+    return parser
+
+
+def _add_draft_flags(parser: argparse.ArgumentParser, default_pair: str | None = None) -> None:
+    group = parser.add_argument_group("draft model")
+    if default_pair is None:
+        group.add_argument("--draft", metavar="M", help="GGUF file of the draft model")
+        group.add_argument("--pair", choices=sorted(PAIRS), help="the draft of a demo pair instead")
+    else:
+        group.add_argument(
+            "--pair",
+            choices=sorted(PAIRS),
+            default=default_pair,
+            help=f"which demo pair ({default_pair})",
+        )
+    group.add_argument(
+        "--draft-quant", choices=DRAFT_QUANTS, default=None, help="quantisation of a pair's draft"
+    )
+    group.add_argument(
+        "--threads", type=int, default=None, metavar="N", help="CPU threads of the draft model"
+    )
+    group.add_argument(
+        "--draft-context", type=int, default=None, metavar="N", help="tokens that the draft holds"
+    )
+
+
+def _add_session_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("session")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="T", help="end before this text; repeatable"
+    )
+    group.add_argument(
+        "--r1",
+        type=float,
+        default=DEFAULT_R1,
+        metavar="F",
+        help=f"ask for a verdict when the product of confidences falls to F ({DEFAULT_R1})",
+    )
+    group.add_argument(
+        "--r2",
+        type=float,
+        default=DEFAULT_R2,
+        metavar="F",
+        help=f"ask for a verdict when one confidence falls to F ({DEFAULT_R2})",
+    )
+    group.add_argument(
+        "--window",
+        type=int,
+        default=16,
+        metavar="N",
+        help="ask after N drafted tokens at most (16)",
+    )
+    group.add_argument(
+        "--max-ahead", type=int, default=24, metavar="N", help="most unverified tokens (24)"
+    )
+    group.add_argument(
+        "--min-survival",
+        type=float,
+        default=DEFAULT_MIN_SURVIVAL,
+        metavar="F",
+        help="pause drafting while a verdict is awaited and the chance of the whole draft is below "
+        f"F ({DEFAULT_MIN_SURVIVAL})",
+    )
+    group.add_argument(
+        "--verify",
+        choices=VERIFY_MODES,
+        default=VERIFY_TRIGGERED,
+        help="let the verifier also judge tokens that nobody asked for (eager) or not (triggered)",
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_config_flag(parser)
+    parser.add_argument("--verbose", action="store_true", help="debug messages and traces")
+
+
+def default_device_id() -> str:
+    """The host name, with what cannot be part of a topic replaced by ``-``."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname()).strip("-_")[:64]
+    return name or "device"
+
+
+def load_draft(args: argparse.Namespace, progress: Callable[[str], None]) -> LlamaDraftModel:
+    """The draft model that the flags name. Raises ConfigError or ModelError."""
+    for name in ("threads", "draft_context"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is below 1: leave it out")
+    try:
+        from edge_agent.llama_draft import LlamaDraftModel
+        from edge_agent.prepare import resolve_draft
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'pipesd[edge]'") from None
+    path = resolve_draft(getattr(args, "draft", None), args.pair, args.draft_quant, progress)
+    return LlamaDraftModel(path, context=args.draft_context, threads=args.threads)
+
+
+def encode_prompt(args: argparse.Namespace, text: TextModel) -> tuple[int, ...]:
+    """The prompt's token ids, by the chat template where the model has one."""
+    if args.messages is not None:
+        return tuple(text.encode_chat(read_messages(args.messages)))
+    if args.raw or not text.has_chat_template:
+        return tuple(text.encode_prompt(args.prompt))
+    return tuple(text.encode_chat([{"role": "user", "content": args.prompt}]))
+
+
+def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
+    """Raises ConfigError for values that cannot be."""
+    from edge_agent.runtime import Request
+
+    timeout = getattr(args, "timeout", 30.0)
+    if not 0.0 < timeout <= 86_400.0:
+        raise ConfigError(f"--timeout {timeout} is outside 0 to 86400 seconds")
+    local_only = getattr(args, "policy", "pipesd") == "local"
+    return Request(
+        prompt=prompt,
+        max_tokens=args.max_tokens,
+        sampling=sampling_from(args),
+        thresholds=Thresholds(args.r1, args.r2, args.window),
+        timing=Timing(offline_after=timeout),
+        max_ahead=args.max_ahead,
+        min_survival=args.min_survival,
+        verify=args.verify,
+        local=LOCAL_ONLY if local_only else getattr(args, "local", LOCAL_FORBID),
+    )
+
+
+def generate(args: argparse.Namespace) -> int:
+    from broker.mqtt import MqttTransport
+    from edge_agent.output import Show
+    from edge_agent.runtime import Agent, device_will
+    from edge_agent.unconnected import UnconnectedTransport
+
+    local_only = args.policy == "local"
+    device = check_device_id(args.device_id or default_device_id())
+    request_from(args, (0,))  # everything that is wrong with the flags, before loading a model
+    check_prompt(args)
+    if not local_only:
+        broker_settings(args, f"device-{device}", None)
+    show = Show(json_only=args.json)
+    draft = load_draft(args, show.note)
+    try:
+        request = request_from(args, encode_prompt(args, draft.text))
+        transport: Transport = UnconnectedTransport()
+        if not local_only:
+            will = device_will(device, draft.name)
+            transport = MqttTransport(broker_settings(args, f"device-{device}", will))
+        agent = Agent(transport, draft, device)
+        agent.start()
+        try:
+            summary = show.generation(agent.generate(request), draft.text, args.stop)
+        finally:
+            agent.stop()
+        show.summary(summary)
+    finally:
+        draft.close()
+    return 0
+
+
+def demo(args: argparse.Namespace) -> int:
+    from edge_agent.demo import run_demo
+
+    request_from(args, (0,))
+    if args.prompt is None and args.messages is None:
+        args.prompt = DEMO_PROMPT
+    check_prompt(args)
+    if args.target_threads is not None and args.target_threads < 1:
+        raise ConfigError(f"--target-threads {args.target_threads} is below 1: leave it out")
+    return run_demo(args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def work() -> int:
+        args = parse(build_parser(), argv, program=PROGRAM)
+        set_up_logging(args.verbose)
+        raise_on_signals()
+        return {"demo": demo, "generate": generate}[args.command](args)
+
+    return run(work, PROGRAM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
