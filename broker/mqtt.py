@@ -35,7 +35,7 @@ _CREDENTIALS = frozenset({0x85, 0x86, 0x87, 0x8A, 0x8C})
 WINDOW = 20
 #: What the largest packet may be before a broker says otherwise (MQTT 5, 2.1.4).
 MAX_PACKET = 268_435_460
-_INSTANCE = "instance"  # the user property that tells whose birth or will a message is
+_MARK = "link"  # the user property that tells whose birth or will a message is
 
 
 class MqttTransport(MqttDriver):
@@ -45,8 +45,8 @@ class MqttTransport(MqttDriver):
         """Raises ConfigError when TLS files cannot be used."""
         tls = settings.tls.context() if settings.tls is not None else None
 
-        def make_link(listener: Listener, instance: str) -> PahoLink:
-            return PahoLink(settings, tls, listener, instance)
+        def make_link(listener: Listener, mark: str) -> PahoLink:
+            return PahoLink(settings, tls, listener, mark)
 
         super().__init__(settings, make_link)
 
@@ -59,7 +59,7 @@ class PahoLink:
         settings: MqttSettings,
         tls: ssl.SSLContext | None,
         listener: Listener,
-        instance: str,
+        mark: str,
     ) -> None:
         self.loss: Loss | None = None
         self.accepted = False
@@ -69,7 +69,7 @@ class PahoLink:
         self.own: set[int] = set()
         self._settings = settings
         self._listener = listener
-        self._instance = instance
+        self._mark = mark
         self._selector = selectors.DefaultSelector()
         self._socket: Any = None
         self._wake: socket.socket | None = None
@@ -91,7 +91,7 @@ class PahoLink:
         if tls is not None:
             client.tls_set_context(tls)
         if settings.will is not None:
-            mark = self._mark(PacketTypes.WILLMESSAGE)
+            mark = self._marked(PacketTypes.WILLMESSAGE)
             client.will_set(settings.will.topic, settings.will.payload, 1, True, mark)
         client.on_socket_open = self._on_socket_open
         client.on_connect = self._on_connect
@@ -158,7 +158,7 @@ class PahoLink:
 
     def say(self, topic: str, payload: bytes) -> None:
         """See Link."""
-        info = self._client.publish(topic, payload, 1, True, self._mark(PacketTypes.PUBLISH))
+        info = self._client.publish(topic, payload, 1, True, self._marked(PacketTypes.PUBLISH))
         self.own.add(info.mid)
 
     def subscribe(self, filters: list[tuple[str, int]]) -> None:
@@ -186,9 +186,9 @@ class PahoLink:
 
     # ---- what paho reports, always from within the calls above ----------------------------
 
-    def _mark(self, packet: int) -> Properties:
+    def _marked(self, packet: int) -> Properties:
         properties = Properties(packet)  # type: ignore[no-untyped-call]
-        properties.UserProperty = (_INSTANCE, self._instance)
+        properties.UserProperty = (_MARK, self._mark)
         return properties
 
     def _on_socket_open(self, _client: Any, _userdata: Any, opened: Any) -> None:
@@ -229,7 +229,7 @@ class PahoLink:
         if self.loss is not None:
             return
         if not flags.is_disconnect_packet_from_server:
-            self.loss = Loss("the connection was lost")
+            self.loss = Loss("the connection was lost", passing=True)
         elif code.value == SESSION_TAKEN_OVER:
             self.loss = Loss("another client connected with the same id", code.value)
         else:
@@ -237,8 +237,13 @@ class PahoLink:
 
     def _on_message(self, _client: Any, _userdata: Any, message: paho.MQTTMessage) -> None:
         marks = getattr(message.properties, "UserProperty", ())
-        instance = next((value for name, value in marks if name == _INSTANCE), None)
-        self._listener.heard(message.topic, bytes(message.payload), message.retain, instance)
+        mark = next((value for name, value in marks if name == _MARK), None)
+        try:
+            topic = message.topic
+        except UnicodeDecodeError:
+            self._listener.unreadable()
+            return
+        self._listener.heard(topic, bytes(message.payload), message.retain, mark)
 
     def _on_publish(
         self, _client: Any, _userdata: Any, packet_id: int, code: ReasonCode, _properties: Any

@@ -15,7 +15,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,6 +23,7 @@ from broker.filters import check_topic, matches, parse_filter
 from broker.mqtt_link import Link, Listener, Loss
 from broker.mqtt_settings import PACKET_OVERHEAD, MqttSettings
 from broker.outbox import Outbox
+from broker.rivals import RivalWatch
 from broker.transport import ConnectionEvent, ConnectionState, Message, OnEvent, OnMessage
 
 log = logging.getLogger("broker.mqtt")
@@ -31,8 +31,6 @@ log = logging.getLogger("broker.mqtt")
 PACKET_TOO_LARGE = 0x95
 QUOTA_EXCEEDED = 0x97
 SESSION_TAKEN_OVER = 0x8E
-#: After as many lost takeovers within so many seconds the id is left to the other client.
-TAKEOVERS, TAKEOVER_WINDOW = 3, 60.0
 MAX_FILTERS = 1_000
 _FILTERS_PER_PACKET = 32
 _MAX_REASONS = 8
@@ -48,13 +46,13 @@ class MqttDriver:
     """
 
     def __init__(self, settings: MqttSettings, make_link: Callable[[Listener, str], Link]) -> None:
-        """``make_link(listener, instance)``: a fresh link; ``instance`` marks this process."""
+        """``make_link(listener, mark)``: a fresh link; ``mark`` goes into its will and birth."""
         self.bytes_sent = self.bytes_received = 0
         self.messages_sent = self.messages_received = 0
         self.reconnects = self.dropped = self.callback_errors = self.refused = 0
         self._settings = settings
         self._make_link = make_link
-        self._instance = secrets.token_hex(8)
+        self._rivals = RivalWatch(f"{time.time_ns():016x}{secrets.token_hex(4)}")
         self._outbox = Outbox(
             settings.max_queued_qos0, settings.max_queued, settings.max_queued_bytes
         )
@@ -75,10 +73,9 @@ class MqttDriver:
         self._links_up = 0
         self._link_filters: dict[str, int] = {}
         self._link_version = -1
-        self._birth_due = self._farewell_said = self._rival_noted = False
+        self._birth_due = self._farewell_said = self._taken_over = False
         self._told: set[str] = set()  # reasons already told in this outage
         self._logged: set[str] = set()  # kinds of trouble that are logged once and for all
-        self._takeovers: deque[float] = deque(maxlen=TAKEOVERS)
 
     # ---- the port, called from any thread -------------------------------------------------
 
@@ -192,11 +189,12 @@ class MqttDriver:
         self._link_filters, self._link_version = {}, -1
         self._birth_due = self._farewell_said = False
         self._up_since: float | None = None
-        link = self._link = self._make_link(self, self._instance)
+        link = self._link = self._make_link(self, self._rivals.new_link(self._taken_over))
         try:
             self._loss = self._carry(link)
         except (OSError, UnicodeError) as error:
-            self._loss = Loss(_reason(error))
+            passing = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
+            self._loss = Loss(_reason(error), passing=passing)
         except Exception as error:  # whatever a broker sends, the thread lives
             log.debug("the connection broke", exc_info=True)
             self._loss = Loss(
@@ -206,9 +204,8 @@ class MqttDriver:
         self._link = None
         link.close()
         self._drop(self._outbox.connection_lost())
-        # A lost takeover is already told by its code; the rival's traces then say nothing new.
-        self._rival_noted = self._loss.code == SESSION_TAKEN_OVER
-        if self._rival_noted and not self._loss.fatal and self._takeover_is_final():
+        self._taken_over = self._loss.code == SESSION_TAKEN_OVER and not self._loss.fatal
+        if self._taken_over and self._rivals.taken_over(time.monotonic()):
             self._loss = self._rival_loss()
         return self._up_since
 
@@ -220,7 +217,7 @@ class MqttDriver:
             if self._stop_at is not None and self._goodbye(link, now, self._stop_at):
                 return Loss("stopped")
             if not self._up and now >= patience:
-                return Loss("the broker does not answer the MQTT handshake")
+                return Loss("the broker does not answer the MQTT handshake", passing=True)
             pause = self._settings.keepalive / 5 if self._up else 0.25
             if self._stop_at is not None:
                 pause = max(0.0, min(pause, self._stop_at - now))
@@ -255,6 +252,7 @@ class MqttDriver:
 
     def _link_up(self) -> None:
         self._up_since = time.monotonic()
+        self._rivals.link_up()
         self._told.clear()
         self._birth_due = True
         self.reconnects = self._links_up
@@ -306,11 +304,15 @@ class MqttDriver:
 
     # ---- what the link reports ------------------------------------------------------------
 
-    def heard(self, topic: str, payload: bytes, retain: bool, instance: str | None) -> None:
+    def heard(self, topic: str, payload: bytes, retain: bool, mark: str | None) -> None:
         """See Listener."""
         will = self._settings.will
         if will is not None and will.birth is not None and topic == will.topic:
-            self._heard_own_status(payload == will.payload, retain, instance)
+            is_will = payload == will.payload
+            if self._rivals.heard(mark, is_will, time.monotonic()) and self._link is not None:
+                self._link.loss = self._rival_loss()
+            if is_will and not retain:
+                self._birth_due = True  # a late will of ours, overwritten at the next step
             with self._lock:
                 filters = list(self._filters)
             if not any(matches(name, topic) for name in filters):
@@ -319,17 +321,10 @@ class MqttDriver:
         self.bytes_received += len(payload)
         self._call(self._on_message, Message(topic, payload, retain))
 
-    def _heard_own_status(self, is_will: bool, retain: bool, instance: str | None) -> None:
-        # On the first connection a foreign trace is an earlier process's. Later it is a rival's,
-        # for this process spoke last here: so are brokers seen through that kick without a reason.
-        first = self._links_up == 0 or (self._links_up == 1 and self._up)
-        rival = instance is not None and instance != self._instance
-        if rival and not first and not self._rival_noted:
-            self._rival_noted = True
-            if self._takeover_is_final() and self._link is not None:
-                self._link.loss = self._rival_loss()
-        if is_will and not retain:
-            self._birth_due = True
+    def unreadable(self) -> None:
+        """See Listener."""
+        self._drop(1)
+        self._log_once("a message came whose topic is not UTF-8: dropped")
 
     def acknowledged(self, packet_id: int, refusal: str | None) -> None:
         """See Listener."""
@@ -347,11 +342,6 @@ class MqttDriver:
 
     # ---- helpers --------------------------------------------------------------------------
 
-    def _takeover_is_final(self) -> bool:
-        now = time.monotonic()
-        self._takeovers.append(now)
-        return len(self._takeovers) == TAKEOVERS and now - self._takeovers[0] <= TAKEOVER_WINDOW
-
     def _rival_loss(self) -> Loss:
         return Loss(
             f"another client uses the id {self._settings.client_id!r}: give each its own id",
@@ -360,7 +350,10 @@ class MqttDriver:
         )
 
     def _tell_outage(self, loss: Loss) -> None:
-        if loss.reason in self._told or len(self._told) >= _MAX_REASONS:
+        """Once per outage, and again only for a cause that somebody has to mend."""
+        if self._told and (loss.passing or loss.reason in self._told):
+            return
+        if len(self._told) >= _MAX_REASONS:
             return
         self._told.add(loss.reason)
         log.warning(

@@ -11,11 +11,16 @@ from typing import NamedTuple, Protocol
 
 
 class Loss(NamedTuple):
-    """Why a connection ended, or never came to be. ``fatal``: trying again cannot help."""
+    """Why a connection ended, or never came to be.
+
+    ``fatal``: trying again cannot help. ``passing``: the broker is out of reach, which ends by
+    itself.
+    """
 
     reason: str
     code: int | None = None
     fatal: bool = False
+    passing: bool = False
 
 
 class Link(Protocol):
@@ -55,7 +60,7 @@ class Link(Protocol):
         ...
 
     def say(self, topic: str, payload: bytes) -> None:
-        """Publish birth or farewell, retained and marked as this process's."""
+        """Publish birth or farewell, retained and with this connection's mark."""
         ...
 
     def subscribe(self, filters: list[tuple[str, int]]) -> None: ...
@@ -74,8 +79,12 @@ class Link(Protocol):
 class Listener(Protocol):
     """What a link reports to, on the network thread."""
 
-    def heard(self, topic: str, payload: bytes, retain: bool, instance: str | None) -> None:
-        """A message came. ``instance``: the process that marked it, where one did."""
+    def heard(self, topic: str, payload: bytes, retain: bool, mark: str | None) -> None:
+        """A message came. ``mark``: of the connection whose birth or will it is, if it has one."""
+        ...
+
+    def unreadable(self) -> None:
+        """A message came whose topic is not UTF-8."""
         ...
 
     def acknowledged(self, packet_id: int, refusal: str | None) -> None:

@@ -17,7 +17,7 @@ from broker.transport import Will
 
 _URL_FORM = "mqtt[s]://[user[:password]@]host[:port]"
 #: What a packet carries besides topic and payload: fixed header 5, topic length 2, packet
-#: identifier 2, property length 2, and the 64 bytes of the property that marks a birth message.
+#: identifier 2, property length 2, and up to 64 bytes of the property that marks a birth message.
 PACKET_OVERHEAD = 75
 
 
