@@ -219,7 +219,7 @@ class EmbeddedBroker:
         fields = b"\0\4MQTT\5\2\0\5\0" + struct.pack("!H", len(name)) + name
         host = self.url.removeprefix("mqtt://").rpartition(":")[0].strip("[]")
         try:
-            with socket.create_connection((host, self.port), timeout=1.0) as probe:
+            with socket.create_connection((host, self.port), timeout=0.5) as probe:
                 probe.sendall(bytes([0x10, len(fields)]) + fields)
                 answer = probe.recv(16)
                 probe.sendall(b"\xe0\0")

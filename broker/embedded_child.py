@@ -47,7 +47,8 @@ def _serve(config: str) -> None:
     try:
         IotCoreBroker(config_path=config).run_forever()
     except BaseException as error:  # noqa: BLE001  (pyo3's panics are BaseException)
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # One line: the parent shows the last one.
+        print(f"{type(error).__name__}:", *str(error).split(), file=sys.stderr, flush=True)
     os._exit(BROKER_FAILED)
 
 
