@@ -373,7 +373,9 @@ def start_broker(name: str, folder: Path, port: int = 0) -> MosquittoBroker | Em
 @pytest.fixture(scope="session")
 def mosquitto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MosquittoBroker]:
     """A Mosquitto that all tests share; use topics and client ids of your own."""
-    with MosquittoBroker(tmp_path_factory.mktemp("mosquitto")) as broker:
+    # Tests that publish at full speed would otherwise overrun what it keeps for a slow subscriber.
+    lines = "max_queued_messages 100000"
+    with MosquittoBroker(tmp_path_factory.mktemp("mosquitto"), lines) as broker:
         yield broker
 
 
