@@ -47,7 +47,7 @@ _LOCK_LIMIT_S = 3600.0
 _LOCK_POLL_S = 0.2
 _MANIFEST_LIMIT_BYTES = 1 << 20
 _NEARLY_FULL_BYTES = 16 << 20
-_WRITE_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+_IN_USE_S = 3600.0
 _ABSENT = "absent"
 
 Progress = Callable[[str], None]
@@ -113,6 +113,7 @@ def prepare_once(
     root = models_dir()
     goal = root / name
     if _fault(goal, wanted, verify) is None:
+        _note_use(goal)
         return goal
     with _cache_trouble(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -131,6 +132,30 @@ def prepare_once(
         _build(root, goal, build, wanted, tools)
         progress(f"{label}: done in {time.monotonic() - started:.0f} s")
     return goal
+
+
+def forget_oldest(prefix: str, keep: int, progress: Progress = say) -> int:
+    """Remove the least recently used artefacts named ``prefix...`` until ``keep`` are left.
+
+    One that was used within the last hour stays: a process may be loading it. Returns how many
+    were removed; each is said in a line.
+    """
+    root = models_dir()
+    used = []
+    for path in root.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            used.append(((path / MANIFEST).stat().st_mtime, path))
+    removed = 0
+    for when, path in sorted(used)[: max(0, len(used) - keep)]:
+        if time.time() - when < _IN_USE_S:
+            continue
+        aside = path.with_name(f".{path.name}.tmp-forgotten")
+        with contextlib.suppress(OSError):
+            path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            progress(f"removed the prepared model {path.name}, the longest unused of {len(used)}")
+            removed += 1
+    return removed
 
 
 def _build(
@@ -152,6 +177,8 @@ def _build(
             if shutil.disk_usage(root).free < _NEARLY_FULL_BYTES:
                 raise _full(root) from error
             raise
+        if not any(workplace.iterdir()):
+            raise ModelError(f"preparing {goal.name} wrote no files; report this as a fault")
         with _cache_trouble(root):
             _write_manifest(workplace, _describe(workplace, inputs, tools))
             for path in (*workplace.rglob("*"), workplace):
@@ -290,7 +317,16 @@ def _exclusive(lock_file: Path, root: Path, label: str, progress: Progress) -> I
 def _remove_leftovers(root: Path, name: str) -> None:
     """Remove what killed builds of ``name`` left; the caller holds its lock."""
     for path in root.glob(f".{name}.tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _note_use(goal: Path) -> None:
+    """Remember the use by the manifest's time; a cache that cannot be written has no order."""
+    with contextlib.suppress(OSError):
+        os.utime(goal / MANIFEST)
 
 
 def _check_space(root: Path, label: str, needs_bytes: int) -> None:
@@ -319,16 +355,22 @@ def _full(root: Path) -> ConfigError:
 
 @contextlib.contextmanager
 def _cache_trouble(root: Path) -> Iterator[None]:
-    """Turn failing writes to the cache into one line that says what to mend."""
+    """Turn failing file operations into one line that says what to mend."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _full(root) from error
-        below = error.filename is not None and str(error.filename).startswith(str(cache_dir()))
-        if not below and error.errno not in _WRITE_TROUBLE and error.errno != errno.ENOTDIR:
-            raise
+        if error.filename is not None and not _concerns(cache_dir(), Path(error.filename)):
+            raise ModelError(
+                f"cannot read {error.filename} ({error.strerror}); check that file"
+            ) from error
         raise ConfigError(
-            f"cannot write the model cache {root} ({error.strerror}); "
+            f"cannot write the model cache {root} ({error.strerror or error}); "
             "make it writable or set PIPESD_CACHE_DIR to another directory"
         ) from error
+
+
+def _concerns(directory: Path, path: Path) -> bool:
+    """Whether ``path`` lies in ``directory`` or is one of its parents, which may be missing."""
+    return path.is_relative_to(directory) or directory.is_relative_to(path)

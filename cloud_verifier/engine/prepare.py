@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.cache import Progress, prepare_once, say
+from broker.cache import Progress, forget_oldest, prepare_once, say
 from broker.child import end_with_parent, run_step
 from broker.errors import ConfigError, ModelError, PipesdError
 from broker.gguf_header import GgufHeader, read_header
@@ -35,6 +35,7 @@ _RECIPE = "1"
 _TOOLS = ("gguf", "safetensors", "tokenizers", "torch", "transformers")
 _LIMIT_S = 3600.0
 _FLOAT32_PARAMETERS = 2_000_000_000
+_KEPT = 8  # converted GGUF files of people; gigabytes each
 _OVERHEAD_BYTES = 64 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _QUIET = {
@@ -136,6 +137,7 @@ def gguf_to_dir(path: Path, progress: Progress = say, *, verify: bool = False) -
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", path.stem)[:60]
 
     def build(directory: Path) -> None:
+        forget_oldest("gguf-", _KEPT - 1, progress)
         _convert_in_child(path, directory, dtype)
 
     return prepare_once(
