@@ -3,10 +3,14 @@
 The rules are told there and are the same here: the hash is bit-identical, the filters cut at the
 same tokens, and the last comparison is in float64, so that both sides choose alike. Everything runs
 over all rows of a batch at once, whatever settings their sessions have.
+
+Rows in main memory go through ``Sampler`` itself, one by one: its blocks stay in the cache and need
+no second thread, which made it three to ten times faster than the tensors on two busy cores.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +20,27 @@ from torch import Tensor
 
 from broker.errors import LocalProtocolError, ModelError
 from broker.noise import LAST_SHIFT, ROUNDS, noise_key
-from broker.sampling import FLOAT32_MAX, HEAD, SLACK, WIDEN, Sampling
+from broker.sampling import FLOAT32_MAX, HEAD, SLACK, WIDEN, Sampler, Sampling
 
-# Logits that are sampled at a time; temporaries take about 20 bytes for each of them.
+# Devices whose rows numpy reads in place.
+_ROW_BY_ROW = frozenset({"cpu"})
+
+# Logits that are handled at a time; sampling takes about 20 bytes for each of them.
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
+
+
+class _Samplers(threading.local):
+    """The sampler of each thread: its buffers are for one caller at a time."""
+
+    latest: Sampler | None = None
+
+    def get(self, vocab_size: int) -> Sampler:
+        if self.latest is None or self.latest.vocab_size != vocab_size:
+            self.latest = Sampler(vocab_size)
+        return self.latest
+
+
+_samplers = _Samplers()
 
 
 @torch.inference_mode()
@@ -47,10 +68,11 @@ def choose_many(logits: Tensor, rows: Sequence[tuple[int, int, Sampling]]) -> li
             f"logits of shape {tuple(logits.shape)} for {len(settings)} choices: a row for each"
         )
     step = max(1, _CHUNK.get(logits.device.type, _CHUNK["cpu"]) // logits.shape[1])
+    choose_chunk = _choose_rows if logits.device.type in _ROW_BY_ROW else _choose_chunk
     tokens: list[int] = []
     for start in range(0, len(settings), step):
         stop = start + step
-        tokens += _choose_chunk(logits[start:stop].float(), settings[start:stop])
+        tokens += choose_chunk(logits[start:stop].float(), settings[start:stop])
     result: list[list[int]] = []
     end = 0
     for n, _, _ in rows:
@@ -146,6 +168,15 @@ def _best(z: Tensor) -> tuple[Tensor, Tensor]:
             "the model is damaged or its precision too low, try --dtype float32"
         )
     return best, tokens
+
+
+def _choose_rows(z: Tensor, settings: list[tuple[int, Sampling]]) -> list[int]:
+    sampler = _samplers.get(z.shape[1])
+    rows = z.detach().numpy()
+    return [
+        sampler.choose(row, position, sampling)
+        for row, (position, sampling) in zip(rows, settings, strict=True)
+    ]
 
 
 def _choose_chunk(z: Tensor, settings: list[tuple[int, Sampling]]) -> list[int]:
