@@ -30,25 +30,35 @@ class Seat:
     plan: Plan
 
 
+def _take_nothing(other: VerifierSession) -> bool:  # noqa: ARG001 (one of two rules)
+    return False
+
+
 def next_batch(
     sessions: Iterable[VerifierSession], slots: SlotTable[VerifierSession], limits: Limits
 ) -> list[Seat]:
     """The seats of the next forward; empty when there is nothing to do.
 
-    A session without a slot takes a free one, or that of the least recently used session that has
-    no seat in this batch; the loser is prefilled again when it returns.
+    A session without a slot takes a free one. One that wants a verdict may also take that of the
+    least recently used session that has no seat in this batch; the loser is prefilled again when
+    it returns. A mere prefill takes nothing from anybody: idle sessions would otherwise go on
+    evicting each other for ever.
     """
     ready = [session for session in sessions if session.has_work]
     ready.sort(key=lambda session: (not session.triggered, session.waiting_since))
     seats: list[Seat] = []
     seated: set[VerifierSession] = set()
+
+    def may_take(other: VerifierSession) -> bool:
+        return other not in seated
+
     room = limits.forward_tokens
     for session in ready:
         if room < 1:
             break
-        place = slots.acquire(session, lambda other: other not in seated)
+        place = slots.acquire(session, may_take if session.wants_choice else _take_nothing)
         if place is None:
-            break
+            continue
         slot, loser = place
         if loser is not None:
             loser.cached = 0

@@ -98,13 +98,14 @@ class VerifierSession:
         return self.finish is None and self._verify_to >= len(self.committed)
 
     @property
+    def wants_choice(self) -> bool:
+        """Whether the next forward with it is to commit something, or to lead there."""
+        return self.triggered or (self.eager and self.finish is None and bool(self._pending))
+
+    @property
     def has_work(self) -> bool:
         """Whether a forward could do anything for this session now."""
-        if self.finish is not None:
-            return False
-        return (
-            self.triggered or self.cached < self.length - 1 or (self.eager and bool(self._pending))
-        )
+        return self.finish is None and (self.wants_choice or self.cached < self.length - 1)
 
     def plan(self, budget: int) -> Plan | None:
         """The next piece of work of at most ``budget`` tokens (at least 1); None without any."""
@@ -112,8 +113,7 @@ class VerifierSession:
             return None
         committed, prompt = self.committed, len(self.prompt)
         missing = self.length - self.cached
-        wants_choice = self.triggered or (self.eager and bool(self._pending))
-        if missing > budget or not wants_choice:
+        if missing > budget or not self.wants_choice:
             # Prefill, in pieces; the last committed token waits for the forward that chooses.
             end = min(self.cached + budget, self.length - 1)
             if end <= self.cached:
