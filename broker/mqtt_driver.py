@@ -146,7 +146,8 @@ class MqttDriver:
         """Say goodbye and end; at most ``timeout`` seconds. No callback comes after it."""
         with self._lock:
             if self._stop_at is None:
-                self._stop_at = time.monotonic() + timeout
+                # A tenth is left for the thread to end in, so that no callback comes afterwards.
+                self._stop_at = time.monotonic() + 0.9 * timeout
             self._ended = self._ended or "the transport was stopped: make another one"
             thread = self._thread
         self._stopped.set()
@@ -155,14 +156,14 @@ class MqttDriver:
             return
         self._wake()
         if thread is not threading.current_thread():
-            thread.join(timeout + 0.25)
+            thread.join(timeout)
 
     # ---- the network thread ---------------------------------------------------------------
 
     def _run(self) -> None:
         attempt = 0
         jitter = random.Random()  # noqa: S311  (spreads reconnects; no secret)
-        while True:
+        while not (self._stopped.is_set() and self._outbox.empty):
             up_since = self._serve_once()
             loss = self._loss
             if self._stopped.is_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import LocalProtocolError
@@ -43,6 +43,7 @@ def test_examples(topic_filter: str, topic: str, expected: bool) -> None:
 LEVEL = st.text(alphabet="ab", max_size=2)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.one_of(LEVEL, st.just("+")), min_size=1, max_size=4),
     st.booleans(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import socket
 import subprocess
 import time
@@ -19,13 +20,14 @@ from broker.outbox import MAX_DEATHS
 from broker.transport import ConnectionState, Will
 from tests.broker.scripted_broker import (
     CONNECT,
+    PINGREQ,
     PUBLISH,
     Connection,
     ScriptedBroker,
     packet_id,
     polite,
 )
-from tests.brokers import MosquittoBroker, Peer, free_port, wait_until
+from tests.brokers import MosquittoBroker, Peer, free_port, require, wait_until
 
 CONNECTED, DISCONNECTED, FAILED = (
     ConnectionState.CONNECTED,
@@ -106,6 +108,7 @@ def test_refused_credentials_are_final(dial: Dial, code: int) -> None:
 
 
 def test_wrong_password_on_mosquitto(tmp_path: Path, dial: Dial) -> None:
+    require("mosquitto_passwd", shutil.which("mosquitto_passwd") is not None)
     passwords = tmp_path / "passwords"
     subprocess.run(
         ["mosquitto_passwd", "-c", "-b", str(passwords), "pi", "secret"],
@@ -363,6 +366,41 @@ def test_silent_broker_is_an_outage(dial: Dial) -> None:
         assert wait_until(lambda: len(silent.connections) >= 2)
         assert peer.states == [DISCONNECTED]
         assert "does not answer" in peer.events[0].reason
+
+
+def test_broker_that_vanished_is_noticed(dial: Dial) -> None:
+    """No FIN, no RST: only the keepalive tells, within two of its periods."""
+
+    def vanish(connection: Connection, kind: int, flags: int, body: bytes) -> None:
+        if connection.number > 0 or kind != PINGREQ:
+            polite(connection, kind, flags, body)
+
+    with ScriptedBroker(vanish) as broker:
+        peer = dial(broker.url, keepalive=1)
+        assert wait_until(lambda: peer.transport.connected)
+        begin = time.monotonic()
+        assert wait_until(lambda: peer.states == [CONNECTED, DISCONNECTED, CONNECTED])
+        assert time.monotonic() - begin < 4.0
+
+
+def test_stop_at_any_moment(mosquitto: MosquittoBroker) -> None:
+    """Right after the start, too: it ends, and what was published with QoS 1 goes out first."""
+    listener = Peer(MqttTransport(MqttSettings.from_url(mosquitto.url, "any")), "any")
+    listener.transport.subscribe("any/#", qos=1)
+    listener.start()
+    assert wait_until(lambda: listener.transport.connected)
+    for number in range(20):
+        transport = MqttTransport(MqttSettings.from_url(mosquitto.url, f"any-{number}"))
+        peer = Peer(transport, "").start()
+        time.sleep(0.0005 * number)
+        transport.publish("any/x", b"%d" % number, qos=1)
+        transport.stop()
+        told = list(peer.events)
+        assert not transport._thread.is_alive()  # type: ignore[union-attr]
+        assert peer.events == told
+    assert wait_until(lambda: len(listener.messages) >= 20)
+    assert [int(payload) for payload in listener.payloads] == list(range(20))
+    listener.transport.stop()
 
 
 def test_name_that_is_no_name(dial: Dial) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.outbox import MAX_DEATHS, Outbox, Outgoing
@@ -88,6 +88,7 @@ def test_message_that_is_oldest_at_every_death_is_given_up() -> None:
         assert outbox.connection_lost() == 0
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.one_of(
