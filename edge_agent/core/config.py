@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.errors import ConfigError
-from broker.messages import VERIFY_TRIGGERED
+from broker.messages import MAX_POSITION, MAX_PROMPT, VERIFY_TRIGGERED
 from broker.sampling import Sampling
 
 LOCAL_FORBID = "forbid"
@@ -42,8 +42,13 @@ class SessionConfig:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ConfigError("the prompt has no tokens: give some text")
+        if len(self.prompt) > MAX_PROMPT:
+            size = len(self.prompt)
+            raise ConfigError(f"the prompt has {size} tokens, above {MAX_PROMPT}: shorten it")
         if self.max_tokens < 1:
             raise ConfigError(f"max-tokens {self.max_tokens} is below 1: ask for at least one")
+        if self.max_tokens > MAX_POSITION:
+            raise ConfigError(f"max-tokens {self.max_tokens} is above 2^31-1: ask for fewer")
         if not 1 <= self.max_ahead <= 512:
             raise ConfigError(f"max-ahead {self.max_ahead} is outside 1 to 512")
         if not 0.0 <= self.min_survival <= 1.0:

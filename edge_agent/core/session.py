@@ -18,7 +18,7 @@ import enum
 from collections import deque
 from typing import NamedTuple
 
-from broker.errors import LocalProtocolError, ModelError, PipesdError, TransportError
+from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError, TransportError
 from broker.errors import Refused as RefusedError
 from broker.messages import (
     CLOSED_ERROR,
@@ -108,6 +108,8 @@ class EdgeSession:
         self._resync_at: tuple[int, float] = (-1, 0.0)
         self._outbox: deque[Outgoing] = deque()
         self._effects: deque[Commit | Finished] = deque()
+        if self._state is State.LOCAL:
+            self._check_alone()
 
     # -- what the driver asks -------------------------------------------------------------------
 
@@ -154,6 +156,8 @@ class EdgeSession:
         """The next thing to do, or None. A DraftNext stays outstanding until it is answered."""
         if self._effects:
             return self._effects.popleft()
+        if self._state is State.DONE:
+            return None
         if self._window.drafting or self._may_draft():
             return self._window.next_draft()
         return None
@@ -187,6 +191,7 @@ class EdgeSession:
         self.stats.drafted += 1
         if self._state is State.LOCAL:
             self._commit_local(token)
+            self._check_alone()
             return
         self._window.append(token, confidence)
         rule = self.trigger.observe(confidence)
@@ -198,8 +203,7 @@ class EdgeSession:
         """The draft model failed: go on with the target's own tokens alone."""
         self._window.abandon(effect)
         self._draft_broken = True
-        if self._state is State.LOCAL:
-            self.fail(ModelError("the draft model failed and no verifier is in reach: start one"))
+        self._check_alone()
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End here: the driver found a stop string, or nobody listens any more."""
@@ -213,9 +217,9 @@ class EdgeSession:
 
     def link_failed(self, error: PipesdError, now: float) -> None:
         """The transport gave up for good: an error, unless going on alone is allowed."""
+        self._connected = False
         if self._state is State.DONE or self._state is State.LOCAL:
             return
-        self._connected = False
         if self.config.local == LOCAL_FORBID:
             self.fail(error)
         else:
@@ -250,7 +254,8 @@ class EdgeSession:
         """A message of this session's ``down`` topic."""
         if self._state is State.DONE:
             return
-        if message.attach != self.attach:
+        if message.attach != self.attach or self.attach == 0:
+            # Of an earlier attachment, or nothing was ever asked.
             self.stats.stale += 1
             return
         if isinstance(message, Accepted):
@@ -260,6 +265,7 @@ class EdgeSession:
         elif self._state is not State.ACTIVE:
             self.stats.unexpected += 1
         elif isinstance(message, Closed):
+            self._sign_of_life(now)
             self._on_closed(message, now)
         elif isinstance(message, Verdict):
             self._sign_of_life(now)
@@ -290,6 +296,8 @@ class EdgeSession:
 
     def _reopen(self, now: float) -> None:
         """Attach to whichever replica answers; drafts stay, they are as good as before."""
+        if not self._waiting:
+            self._alive_at = now
         self.stats.reopens += 1
         self._fruitless += 1
         self._detach()
@@ -337,8 +345,10 @@ class EdgeSession:
         if message.retry_after > 0.0:
             self._refusal = message
             self._deadline = now + message.retry_after
-            return
-        self.fail(_refused(message))
+        elif self._state is State.LOCAL:
+            self._deadline = None  # it goes on alone as before, and asks no more
+        else:
+            self.fail(_refused(message))
 
     def _on_closed(self, message: Closed, now: float) -> None:
         if message.reason == CLOSED_TOKEN:
@@ -358,7 +368,9 @@ class EdgeSession:
                 self.fail(_refused(self._refusal))
                 return
             waited = round(now - self._alive_at, 1)
-            if self._connected:
+            if self._fruitless > MAX_FRUITLESS:
+                cause = f"{self._fruitless} attachments brought no token: see the verifier's log"
+            elif self._connected:
                 cause = f"the broker is there but no verifier answered for {waited} s: start one"
             else:
                 cause = f"no connection to the broker for {waited} s: start it or check --broker"
@@ -371,6 +383,7 @@ class EdgeSession:
         self._state = State.LOCAL
         for token in self._window.clear_draft():
             self._commit_local(token)
+        self._check_alone()
         if self.finish is None:
             self._open(now)
 
@@ -384,6 +397,7 @@ class EdgeSession:
         end = verdict.start + len(verdict.tokens)
         if max(verdict.tokens) >= self.config.vocab_size or end > self._limit:
             self.stats.out_of_range += 1
+            self._reopen(now)  # it would only say so again
             return
         outcome = self._window.apply(verdict)
         if outcome.kind != APPLIED:
@@ -394,6 +408,7 @@ class EdgeSession:
                 self.stats.duplicates += 1
             else:
                 self.stats.contradictions += 1
+                self._reopen(now)
             return
         self._fruitless = 0
         self._errors = 0
@@ -451,7 +466,8 @@ class EdgeSession:
         self._clean_sample = self._asked is None
         if self._asked is None:
             self._asked_at = now
-            self._alive_at = now
+            if not self._waiting:
+                self._alive_at = now
             self._deadline = now + self._response.timeout
         self._asked = self._window.position
         self._send_draft(verify=True)
@@ -511,6 +527,25 @@ class EdgeSession:
             self._end(FINISH_STOP, None)
         elif len(self.committed) >= self._limit:
             self._end(FINISH_LENGTH, None)
+
+    def _check_alone(self) -> None:
+        """In local mode only a draft brings the next token: end where none can come."""
+        if self._state is not State.LOCAL:
+            return
+        if self._draft_broken:
+            self.fail(ModelError("the draft model failed and no verifier is in reach: start one"))
+        elif self._window.length <= self.config.context:
+            return
+        elif self.committed:
+            self._end(FINISH_LENGTH, None)
+        else:
+            size, room = self._window.length, self.config.context
+            self.fail(
+                ConfigError(
+                    f"the prompt of {size} tokens is longer than the draft model's context of "
+                    f"{room}: shorten it, or start a verifier"
+                )
+            )
 
     def _end(self, reason: str, error: PipesdError | None) -> None:
         if self._state is State.DONE:
