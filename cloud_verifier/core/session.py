@@ -173,8 +173,8 @@ class VerifierSession:
         self.committed.extend(fresh)
         # The target's own token is not in the cache yet; rejected drafts are forgotten.
         self.cached = plan.keep + len(plan.tokens) - plan.judged + accepted
-        self._reconcile(fresh)
         hold = 0.0 if self.asked_at is None else now - self.asked_at
+        self._reconcile(fresh)
         verdict = Verdict(
             self.attach,
             self._epoch,
@@ -207,8 +207,7 @@ class VerifierSession:
 
     def _kill_epoch(self) -> None:
         self._dead = True
-        self._pending.clear()
-        self._verify_to = -1
+        self._drop_pending()
 
     # -- what arrives ---------------------------------------------------------------------------
 
@@ -296,8 +295,12 @@ class VerifierSession:
     def _adopt(self, epoch: int) -> None:
         self._epoch = epoch
         self._dead = False
+        self._drop_pending()
+
+    def _drop_pending(self) -> None:
         self._pending.clear()
         self._verify_to = -1
+        self.asked_at = None
 
     def _ask_resync(self, have: int, now: float) -> None:
         epoch, last, when = self._last_resync

@@ -31,6 +31,10 @@ class SlotTable(Generic[Owner]):
             self._owners.move_to_end(owner)
         return slot
 
+    def owner_of(self, slot: int) -> Owner | None:
+        """Who holds ``slot`` now; None: nobody."""
+        return next((owner for owner, held in self._owners.items() if held == slot), None)
+
     def acquire(
         self, owner: Owner, may_evict: Callable[[Owner], bool]
     ) -> tuple[int, Owner | None] | None:

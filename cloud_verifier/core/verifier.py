@@ -243,6 +243,9 @@ class VerifierCore:
             if key is not None:
                 self._say(key, Closed(seat.session.attach, CLOSED_ERROR))
                 self._forget(key)
+            elif (heir := self.slots.owner_of(seat.slot)) is not None:
+                # It attached again meanwhile and took the slot, whose contents are lost now.
+                heir.cached = 0
 
     # -- time -----------------------------------------------------------------------------------
 
