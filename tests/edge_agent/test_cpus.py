@@ -29,10 +29,10 @@ def system(
     ("siblings", "quota", "cores", "threads"),
     [
         (["0", "1", "2", "3"], None, 4, 3),  # a Raspberry Pi
-        (["0-1", "0-1", "2-3", "2-3"], None, 2, 2),  # hyperthreads
-        (["0", "1"], "max 100000", 2, 2),
+        (["0-1", "0-1", "2-3", "2-3"], None, 2, 1),  # hyperthreads
+        (["0", "1"], "max 100000", 2, 1),
         (["0"], None, 1, 1),
-        (["0", "1", "2", "3"], "150000 100000", 2, 2),  # a container with one and a half CPUs
+        (["0", "1", "2", "3"], "150000 100000", 2, 1),  # a container with one and a half CPUs
         (["0", "1", "2", "3"], "5000 100000", 1, 1),
         (["0", "1", "2", "3"], "nonsense", 4, 3),
     ],

@@ -130,14 +130,14 @@ class TestSettings:
     def test_a_model_that_cannot_roll_back_is_refused(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        lib = llama_draft._llama()
+        lib = llama_draft.llama_library()
         monkeypatch.setattr(lib, "llama_memory_seq_rm", lambda *_: False)
         with pytest.raises(ModelError, match="roll back"):
             LlamaDraftModel(draft_file("smollm2"), context=64, threads=1)
 
     def test_no_memory_for_another_sequence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = LlamaDraftModel(draft_file("smollm2"), context=64, threads=1, max_sequences=2)
-        lib = llama_draft._llama()
+        lib = llama_draft.llama_library()
         first = model.open()
         with monkeypatch.context() as patched:
             patched.setattr(lib, "llama_init_from_model", lambda *_: None)
