@@ -14,7 +14,7 @@ LOCAL_ONLY = "only"
 LOCAL_MODES = (LOCAL_FORBID, LOCAL_ALLOW, LOCAL_ONLY)
 
 #: By measurement with the demo pairs, docs/design-notes.md.
-DEFAULT_MIN_SURVIVAL = 0.2
+DEFAULT_MIN_SURVIVAL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
