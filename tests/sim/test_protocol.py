@@ -39,7 +39,7 @@ MAX_FAILURES = 2
 #: Seconds in which nothing happens that a schedule does not wait out.
 DULL = 400.0
 #: Jumps that a healed world may take to its end: this many, and as many more per missing token.
-END_JUMPS, TOKEN_JUMPS = 600, 60
+END_JUMPS, TOKEN_JUMPS = 2_000, 100
 
 chances = st.sampled_from([0.0, 0.05, 0.15, 0.4])
 thresholds = st.builds(
