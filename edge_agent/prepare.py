@@ -42,11 +42,11 @@ def resolve_draft(
     neither or both are given, a name is unknown or a package is missing; ModelError when the file
     is missing, truncated or no GGUF.
     """
-    if draft is not None and pair is not None:
+    if draft and pair is not None:
         raise ConfigError("give --draft or --pair, not both")
     if pair is not None:
         return prepare_draft(pair, quant, progress)
-    if draft is None:
+    if not draft:
         raise ConfigError("no draft model; give --draft FILE.gguf or --pair NAME")
     path = Path(draft).expanduser()
     read_header(path)

@@ -77,11 +77,11 @@ def resolve_target(target: str | None, pair: str | None = None, progress: Progre
     cached). ``pair``: a demo pair instead. Raises ConfigError when neither or both are given;
     ModelError for a path that is missing, truncated, or no model.
     """
-    if target is not None and pair is not None:
+    if target and pair is not None:
         raise ConfigError("give --target or --pair, not both")
     if pair is not None:
         return str(prepare_target(pair, progress))
-    if target is None:
+    if not target:
         raise ConfigError("no target model; give --target MODEL or --pair NAME")
     path = Path(target).expanduser()
     if path.is_file():
