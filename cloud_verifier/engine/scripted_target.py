@@ -1,0 +1,123 @@
+"""A target without a model, for tests and simulation: the next token is what a function says.
+
+It keeps each slot's tokens and refuses whatever a real engine would refuse, so that a wrong
+``keep`` in a session core shows as an error or as a wrong token, not as silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.errors import ConfigError, ModelError
+from broker.sampling import Sampler
+from cloud_verifier.engine.batch import check_batch
+from cloud_verifier.engine.target import Work
+
+Logits = Callable[[Sequence[int]], npt.NDArray[np.float32]]
+Script = Callable[[Sequence[int]], int]
+
+
+class ScriptedTarget:
+    """``Target`` for tests and simulation, over one of two functions of a sequence of token ids.
+
+    ``logits_fn(sequence)``: float32[at least vocab_size], chosen from with the shared noise.
+    ``script(sequence)``: the token itself, whatever the sampling settings; for simulations, where
+    thousands of forwards must cost nothing. Both are handed the slot's own list and must neither
+    change nor keep it. ``fail_at``: numbers of the forwards, from 1 on, that raise ModelError.
+    """
+
+    def __init__(
+        self,
+        logits_fn: Logits | None = None,
+        vocab_size: int = 256,
+        *,
+        script: Script | None = None,
+        context: int = 4096,
+        max_slots: int = 16,
+        eos_ids: Iterable[int] = (),
+        name: str = "scripted",
+        vocab_hash: str = "0" * 16,
+        fail_at: Iterable[int] = (),
+    ) -> None:
+        if (logits_fn is None) == (script is None):
+            raise ConfigError("a scripted target takes logits_fn or script: give one of them")
+        self.name = name
+        self.vocab_size = vocab_size
+        self.context = context
+        self.vocab_hash = vocab_hash
+        self.eos_ids = frozenset(eos_ids)
+        self.max_slots = max_slots
+        self.fail_at = set(fail_at)
+        self.forwards = 0
+        """Forwards so far, failed ones included."""
+        self.tokens_run = 0
+        """Tokens of all works so far."""
+        self._logits_fn = logits_fn
+        self._script = script
+        self._sampler = Sampler(vocab_size)
+        self._slots: list[list[int]] = [[] for _ in range(max_slots)]
+
+    def held(self, slot: int) -> tuple[int, ...]:
+        """The tokens that ``slot`` holds."""
+        return tuple(self._slots[slot])
+
+    def free(self, slot: int) -> None:
+        """Forget what ``slot`` holds."""
+        self._slots[slot].clear()
+
+    def forward(self, batch: Sequence[Work]) -> list[list[int]]:
+        """As ``Target.forward``."""
+        check_batch(batch, self, lambda slot: len(self._slots[slot]))
+        if not batch:
+            return []
+        self.forwards += 1
+        if self.forwards in self.fail_at:
+            for work in batch:
+                self.free(work.slot)
+            raise ModelError(f"forward {self.forwards} fails by script: start its sessions again")
+        return [self._run(work) for work in batch]
+
+    def close(self) -> None:
+        for sequence in self._slots:
+            sequence.clear()
+
+    def _run(self, work: Work) -> list[int]:
+        self.tokens_run += len(work.tokens)
+        sequence = self._slots[work.slot]
+        del sequence[work.keep :]
+        prefill = len(work.tokens) - work.choices
+        sequence.extend(work.tokens[:prefill])
+        chosen: list[int] = []
+        for token in work.tokens[prefill:]:
+            sequence.append(token)
+            if self._script is not None:
+                chosen.append(self._script(sequence))
+            elif self._logits_fn is not None:
+                logits = self._logits_fn(sequence)
+                position = work.position + len(chosen)
+                chosen.append(self._sampler.choose(logits, position, work.sampling))
+        return chosen
+
+
+def hashed_script(
+    vocab_size: int, *, order: int = 4, eos_id: int = -1, eos_share: int = 0
+) -> Script:
+    """A script whose text looks random and follows from its last ``order`` tokens and its length.
+
+    ``eos_share``: about one token in so many is ``eos_id``; 0: none is.
+    """
+
+    def script(sequence: Sequence[int]) -> int:
+        state = len(sequence)
+        for token in sequence[-order:]:
+            state = (state * 1_000_003 + token + 1) & 0xFFFFFFFF
+        state = ((state ^ (state >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+        state ^= state >> 13
+        if eos_share and state % eos_share == 0:
+            return eos_id
+        return (state >> 4) % vocab_size
+
+    return script

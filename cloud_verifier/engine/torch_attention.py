@@ -1,0 +1,289 @@
+"""Attention of a packed ragged batch: one row of tokens from many sessions, each over its own K/V.
+
+transformers hands every layer's queries, keys and values to a function registered with its
+``AttentionInterface``. Ours writes keys and values into the slot of the session they belong to and
+attends there. Which token belongs to whom is in a ``Step``, which travels through the model as a
+keyword argument.
+
+Queries are taken in blocks that are aligned to absolute positions, and a block always sees the same
+span of keys. A token's result therefore does not hang on how many tokens its session, or anybody,
+has in this forward: kernels sum in an order that depends on the shapes they are given, and these
+now depend on the position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from cloud_verifier.engine.slots import BLOCK
+
+NAME = "pipesd_packed"
+
+# PyTorch's flash kernel for CPUs takes queries 32 rows at a time (from 192 on a multiple of that),
+# and products of fewer than 4 rows are summed in another order than larger ones.
+_KERNEL_ROWS = 32
+_LEAST_ROWS = 4
+_FILLER = 3  # rows that a tile may need to avoid those
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's attention. ``window``: tokens seen, itself included; None: all before it."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """Numbers kept for one token."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+class KeyValues:
+    """K/V of one slot: for each layer keys [kv_heads, capacity, key_dim] and values alike.
+
+    Zeroed at first: what lies behind the valid tokens is read, with weight 0, and 0 times whatever
+    was in memory might be NaN.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        memory = torch.zeros(
+            capacity * sum(layer.width for layer in layers), dtype=dtype, device=device
+        )
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for layer in layers:
+            views = []
+            for dim in (layer.key_dim, layer.value_dim):
+                size = layer.kv_heads * capacity * dim
+                views.append(memory[start : start + size].view(layer.kv_heads, capacity, dim))
+                start += size
+            self.layers.append((views[0], views[1]))
+
+    def copy_to(self, other: KeyValues, tokens: int) -> None:
+        """Copy the first ``tokens`` tokens of all layers."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for source, goal in zip(mine, theirs, strict=True):
+                goal[:, :tokens] = source[:, :tokens]
+
+
+class Masks:
+    """Additive masks (0 or -inf), cut as views from one table for each (groups, window).
+
+    A block's mask depends on where it lies only by how many keys stand before it, so one table
+    serves all positions: 67 * groups rows, and columns for the longest session seen so far.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._tables: dict[tuple[int, int | None], tuple[Tensor, int]] = {}
+
+    def cut(self, layer: Layer, place: int, rows: int, before: int) -> Tensor:
+        """For ``rows`` queries from ``place`` in a block, over ``before`` keys and the block's own.
+
+        float[rows * groups, before + BLOCK]; query heads of a group stand beside each other.
+        """
+        groups, shape = layer.groups, (layer.groups, layer.window)
+        table, most = self._tables.get(shape, (None, 0))
+        if table is None or most < before:
+            most = max(BLOCK, 2 * most, before)
+            table = self._build(*shape, most)
+            self._tables[shape] = table, most
+        return table[place * groups : (place + rows) * groups, most - before :]
+
+    def _build(self, groups: int, window: int | None, before: int) -> Tensor:
+        # Filler rows see what the block's last row sees: a row that sees nothing would be NaN.
+        query = torch.arange(BLOCK + _FILLER).clamp_(max=BLOCK - 1)[:, None]
+        key = torch.arange(-before, BLOCK)[None]
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        table = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        return table.repeat_interleave(groups, 0).to(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One session's rows of the packed batch: ``rows`` from ``start``, at position ``first``."""
+
+    store: KeyValues
+    start: int
+    rows: int
+    first: int
+
+
+class _Piece(NamedTuple):
+    """Rows of one session in one block. ``padded``: ``rows`` with filler; ``position``: first's."""
+
+    start: int
+    rows: int
+    padded: int
+    position: int
+
+
+class _Tile(NamedTuple):
+    """A piece with what it attends to: keys from ``key_start`` to ``key_end`` of ``store``."""
+
+    store: KeyValues
+    start: int
+    rows: int
+    padded: int
+    key_start: int
+    key_end: int
+    mask: Tensor
+
+
+@dataclass(slots=True)
+class Step:
+    """What attention has to know of one packed forward."""
+
+    segments: Sequence[Segment]
+    masks: Masks
+    layers: Sequence[Layer]
+    _tiles: dict[tuple[int, int | None], list[_Tile]] = field(default_factory=dict)
+
+    def rows_needed(self) -> int:
+        """Rows the packed batch must have, filler behind the last session's included."""
+        return max(
+            piece.start + piece.padded
+            for groups in {layer.groups for layer in self.layers}
+            for segment in self.segments
+            for piece in _cut_segment(segment, groups)
+        )
+
+    def tiles(self, layer: Layer) -> list[_Tile]:
+        """The pieces that ``layer`` attends one by one, in the order of their rows."""
+        shape = (layer.groups, layer.window)
+        if shape not in self._tiles:
+            self._tiles[shape] = [
+                self._tile(segment.store, piece, layer)
+                for segment in self.segments
+                for piece in _cut_segment(segment, layer.groups)
+            ]
+        return self._tiles[shape]
+
+    def _tile(self, store: KeyValues, piece: _Piece, layer: Layer) -> _Tile:
+        block, place = divmod(piece.position, BLOCK)
+        before = block * BLOCK
+        if layer.window is not None:
+            before = min(before, -(-(layer.window - 1) // BLOCK) * BLOCK)
+        end = (block + 1) * BLOCK
+        start = end - BLOCK - before
+        mask = self.masks.cut(layer, place, piece.padded, before)
+        return _Tile(store, piece.start, piece.rows, piece.padded, start, end, mask)
+
+
+def _cut_segment(segment: Segment, groups: int) -> list[_Piece]:
+    """The pieces of a session's rows, cut where blocks end.
+
+    Filler rows are whatever follows in the packed batch; their results are dropped. They keep each
+    product at four rows or more.
+    """
+    pieces = []
+    position, end = segment.first, segment.first + segment.rows
+    while position < end:
+        stop = min(end, (position // BLOCK + 1) * BLOCK)
+        start = segment.start + position - segment.first
+        rows = stop - position
+        pieces.append(_Piece(start, rows, _with_filler(rows, groups), position))
+        position = stop
+    return pieces
+
+
+def _with_filler(rows: int, groups: int) -> int:
+    while 0 < rows * groups % _KERNEL_ROWS < _LEAST_ROWS:
+        rows += 1
+    return rows
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object = None,  # noqa: ARG001 - the interface's; never built for this function
+    *,
+    pipesd_step: Step,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Write ``key`` and ``value`` into the slots and attend there; transformers' interface.
+
+    ``query``: [1, heads, rows, key_dim]; ``key``, ``value``: [1, kv_heads, rows, dim].
+    Returns [1, rows, heads, value_dim].
+    """
+    index: int = module.layer_idx  # type: ignore[assignment]
+    layer = pipesd_step.layers[index]
+    keys, values = key[0], value[0]
+    for segment in pipesd_step.segments:
+        stored_keys, stored_values = segment.store.layers[index]
+        first, start, rows = segment.first, segment.start, segment.rows
+        stored_keys[:, first : first + rows] = keys[:, start : start + rows]
+        stored_values[:, first : first + rows] = values[:, start : start + rows]
+
+    total, kv_heads, groups = query.shape[2], layer.kv_heads, layer.groups
+    # [kv_heads, rows * groups, dim]: the heads that share keys become rows of one product.
+    queries = query[0].view(kv_heads, groups, total, -1).transpose(1, 2).flatten(1, 2)
+    parts = []
+    for tile in pipesd_step.tiles(layer):
+        stored_keys, stored_values = tile.store.layers[index]
+        attended = _attend(
+            queries[None, :, tile.start * groups : (tile.start + tile.padded) * groups],
+            stored_keys[None, :, tile.key_start : tile.key_end],
+            stored_values[None, :, tile.key_start : tile.key_end],
+            tile.mask,
+            scaling=scaling,
+            softcap=softcap,
+        )
+        parts.append(attended[0, :, : tile.rows * groups])
+    segment = pipesd_step.segments[-1]
+    filler = total - segment.start - segment.rows
+    if filler:
+        # Numbers, whatever they are: memory as it was found might be NaN, which is slow.
+        parts.append(queries.new_zeros(kv_heads, filler * groups, layer.value_dim))
+    result = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    merged = result.view(kv_heads, total, groups, -1).transpose(0, 1)
+    return merged.reshape(1, total, layer.heads, layer.value_dim), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    # [1, kv_heads, rows, dim] each; mask: [rows, keys]
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    scores = torch.tanh(scores / softcap) * softcap + mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value)
+
+
+def register() -> None:
+    """Make ``NAME`` known to transformers. No mask function goes with it: none is built then."""
+    AttentionInterface.register(NAME, packed_attention)

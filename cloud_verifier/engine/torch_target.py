@@ -1,0 +1,329 @@
+"""The target in PyTorch: any decoder that transformers loads, as a packed ragged batch over slots.
+
+Tokens of all sessions of a forward stand in one row, with explicit positions; nothing is padded to
+the longest. Rejected tokens are forgotten by ``Work.keep``. See ``torch_attention`` for how each
+session sees only its own past, and ``torch_linear`` for why a session's result does not hang on its
+company, not even by a rounding, on processors where that holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from broker.errors import ConfigError, ModelError, PipesdError
+from broker.sampling import Sampling
+from broker.vocabulary import vocab_hash
+from cloud_verifier.engine import torch_attention, torch_linear, torch_probe
+from cloud_verifier.engine.batch import check_batch
+from cloud_verifier.engine.prepare import END_TOKENS, resolve_target, tokenizer_tokens
+from cloud_verifier.engine.slots import SlotTable
+from cloud_verifier.engine.target import Work
+from cloud_verifier.engine.torch_attention import KeyValues, Masks, Segment, Step
+from cloud_verifier.engine.torch_sampling import choose_many
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Rotary embeddings that change all frequencies once any token lies beyond this position: a short
+# session's text would then hang on whether a long one is in the same forward.
+_SHIFTING_ROPES = ("dynamic", "longrope")
+
+_GREEDY = Sampling()
+
+_CHECK_TOKENS = 12
+# Largest difference of the check at loading, in standard deviations of the logits.
+_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.25}
+
+
+class TorchTarget:
+    """``Target`` over a transformers model, which it takes over: its linear layers may be replaced.
+
+    ``vocab_size``: entries of the tokenizer; rows of the embedding past it never win. ``context``:
+    tokens a slot can hold. K/V memory grows with the sessions up to ``bytes_limit``. Raises
+    ModelError for a model that the packed batch does not give back as transformers computes it,
+    which is tried on a few tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        vocab_size: int,
+        vocab_hash: str,
+        eos_ids: Iterable[int],
+        context: int | None = None,
+        max_slots: int = 16,
+        pack: bool = True,
+    ) -> None:
+        if max_slots < 1:
+            raise ConfigError(f"max slots {max_slots} leaves room for no session: at least 1")
+        self.name = name
+        self.vocab_size = vocab_size
+        self.vocab_hash = vocab_hash
+        self.eos_ids = frozenset(eos_ids)
+        self.max_slots = max_slots
+        self.context = _context_of(model, context)
+        self._model: Any = model
+        self._model.train(False).requires_grad_(False)
+        self._device, self._dtype = model.device, model.dtype
+        with torch.inference_mode():
+            self._layers = torch_probe.find_layers(model)
+            self._masks = Masks(self._dtype, self._device)
+            width = sum(layer.width for layer in self._layers)
+            self._slots: SlotTable[KeyValues] = SlotTable(
+                max_slots=max_slots,
+                context=self.context,
+                bytes_per_token=width * self._dtype.itemsize,
+                make=lambda capacity: KeyValues(self._layers, capacity, self._dtype, self._device),
+                move=KeyValues.copy_to,
+            )
+            tokens, expected = self._reference()
+            if pack and torch_linear.can_pack(self._device, self._dtype):
+                self._pack()
+            torch_attention.register()
+            self._model.set_attn_implementation(torch_attention.NAME)
+            self._compare(tokens, expected)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        context: int | None = None,
+        max_slots: int = 16,
+        threads: int | None = None,
+    ) -> TorchTarget:
+        """Load a model directory, a hub id or a GGUF file (converted once and cached).
+
+        ``threads``: of torch, in this whole process; None leaves its own choice. Raises ConfigError
+        for settings out of range, ModelError for what is missing, damaged or not supported.
+        """
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype} is unknown: choose one of {', '.join(DTYPES)}")
+        if threads is not None:
+            if threads < 1:
+                raise ConfigError(f"threads {threads} computes nothing: at least 1")
+            torch.set_num_threads(threads)
+        directory = resolve_target(path)
+        model, tokenizer = _read(directory, path, DTYPES[dtype], device)
+        tokens = tokenizer_tokens(tokenizer, model.get_output_embeddings().weight.shape[0])
+        return cls(
+            model,
+            name=_name_of(path),
+            vocab_size=len(tokens),
+            vocab_hash=vocab_hash(tokens),
+            eos_ids=_end_ids(model, tokenizer, tokens),
+            context=context,
+            max_slots=max_slots,
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K/V for one token of one session."""
+        return self._slots.bytes_per_token
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of K/V that all slots hold at present."""
+        return self._slots.bytes_allocated
+
+    @property
+    def bytes_limit(self) -> int:
+        """Bytes of K/V when every slot holds a full context."""
+        return self._slots.bytes_limit
+
+    def free(self, slot: int) -> None:
+        """Give the memory of a slot back; what it held is forgotten."""
+        self._slots.free(slot)
+
+    def close(self) -> None:
+        """Drop model and slots; nothing may be asked afterwards. Twice is once."""
+        self._slots.free_all()
+        self._model = None
+
+    def forward(self, batch: Sequence[Work]) -> list[list[int]]:
+        """As ``Target.forward``. Raises LocalProtocolError, before anything changes, for work that
+        the slots, the vocabulary or the context do not allow."""
+        check_batch(batch, self, self._slots.length)
+        if not batch:
+            return []
+        finished = False
+        try:
+            logits = self.logits(batch)
+            asked = [(work.choices, work.position, work.sampling) for work in batch]
+            chosen = choose_many(logits, asked) if len(logits) else [[] for _ in batch]
+            finished = True
+        except PipesdError:
+            raise
+        except Exception as exc:
+            cause = " ".join(str(exc).split())[:200]
+            raise ModelError(
+                f"target {self.name} failed in a forward of {len(batch)} sessions: "
+                f"{type(exc).__name__} {cause}; its sessions start again"
+            ) from exc
+        finally:
+            # Also after KeyboardInterrupt: half-written K/V must not be taken for valid.
+            if not finished:
+                for work in batch:
+                    self._slots.free(work.slot)
+        return chosen
+
+    @torch.inference_mode()
+    def logits(self, batch: Sequence[Work]) -> Tensor:
+        """The forward without the choice: float[choices of all works, vocab_size], unchecked."""
+        ids: list[int] = []
+        positions: list[int] = []
+        asked: list[int] = []
+        segments: list[Segment] = []
+        for work in batch:
+            start, count = len(ids), len(work.tokens)
+            end = work.keep + count
+            store = self._slots.reserve(work.slot, work.keep, end)
+            segments.append(Segment(store, start, count, work.keep))
+            ids += work.tokens
+            positions += range(work.keep, end)
+            asked += range(start + count - work.choices, start + count)
+        step = Step(segments, self._masks, self._layers)
+        filler = max(step.rows_needed(), torch_linear.MIN_ROWS) - len(ids)
+        rows = self._run(ids + [0] * filler, positions + [0] * filler, asked, step)
+        for work in batch:
+            self._slots.commit(work.slot, work.keep + len(work.tokens))
+        return rows
+
+    def _run(self, ids: list[int], positions: list[int], asked: list[int], step: Step) -> Tensor:
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([ids], device=self._device),
+            "position_ids": torch.tensor([positions], device=self._device),
+            "use_cache": False,
+            "pipesd_step": step,
+        }
+        if not asked:
+            self._model.base_model(**inputs)
+            return torch.empty(0, self.vocab_size)
+        keep = asked + asked[-1:] * (torch_linear.MIN_ROWS - len(asked))
+        kept = torch.tensor(keep, device=self._device)
+        logits: Tensor = self._model(**inputs, logits_to_keep=kept).logits
+        return logits[0, : len(asked), : self.vocab_size]
+
+    def _pack(self) -> None:
+        output = self._model.get_output_embeddings()
+        if type(output) is nn.Linear:
+            packed = torch_linear.PackedLinear(output, rows=self.vocab_size)
+            for name, module in list(self._model.named_modules()):
+                if module is output:
+                    self._model.set_submodule(name, packed)
+        torch_linear.pack_linears(self._model)
+
+    def _reference(self) -> tuple[list[int], Tensor]:
+        """A few tokens, and transformers' own logits after the second half of them."""
+        count = min(_CHECK_TOKENS, self.context)
+        tokens = [(13 + 7919 * i) % self.vocab_size for i in range(count)]
+        self._model.set_attn_implementation("eager")
+        ids = torch.tensor([tokens], device=self._device)
+        logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        if logits.shape[-1] < self.vocab_size:
+            raise ModelError(
+                f"{self.name} has {logits.shape[-1]} outputs for {self.vocab_size} tokens: "
+                "its tokenizer belongs to another model"
+            )
+        return tokens, logits[count // 2 :, : self.vocab_size].float()
+
+    def _compare(self, tokens: list[int], expected: Tensor) -> None:
+        """The same logits in two forwards, with a few rejected tokens between."""
+        half = len(tokens) // 2
+        wrong = tokens[half:][::-1][: self.context - half]
+        for keep, fed in ((0, tokens[:half] + wrong), (half, tokens[half:])):
+            if fed:
+                work = Work(0, keep, tuple(fed), len(tokens) - half, 0, _GREEDY)
+                found = self.logits([work])
+        self.free(0)
+        difference = (found.float() - expected).abs().max() / expected.std().clamp_min(1e-9)
+        if not float(difference) <= _TOLERANCE.get(self._dtype, 0.25):
+            raise ModelError(
+                f"{self.name} is not computed as transformers does (logits differ by "
+                f"{float(difference):.3g} deviations): serve it with --engine llama"
+            )
+
+
+def _context_of(model: PreTrainedModel, wanted: int | None) -> int:
+    config: Any = model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), wanted]
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in ropes.values() if all(isinstance(r, dict) for r in ropes.values()) else [ropes]:
+        if rope.get("rope_type") in _SHIFTING_ROPES:
+            limits.append(rope.get("original_max_position_embeddings"))
+    known = [int(limit) for limit in limits if limit is not None]
+    if not known:
+        raise ConfigError("the model names no context length: give one with --context")
+    if min(known) < 2:
+        raise ConfigError(f"a context of {min(known)} tokens holds no text: at least 2")
+    return min(known)
+
+
+def _read(
+    directory: str, path: str, dtype: torch.dtype, device: str
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Model and tokenizer from ``directory``; ``path`` is what the person gave, for messages."""
+    import transformers
+
+    library: Any = transformers
+    library.utils.logging.disable_progress_bar()
+    verbosity = library.utils.logging.get_verbosity()
+    library.utils.logging.set_verbosity_error()
+    try:
+        tokenizer = library.AutoTokenizer.from_pretrained(directory)
+        model, report = library.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
+        model.to(device)
+    # Whatever a damaged file makes of transformers, safetensors or json: it is the file.
+    except Exception as exc:
+        cause = " ".join(str(exc).split())[:200]
+        raise ModelError(
+            f"{path} cannot be loaded ({type(exc).__name__}: {cause}): "
+            "give an intact model directory, hub id or .gguf file"
+        ) from exc
+    finally:
+        library.utils.logging.set_verbosity(verbosity)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} weights, {missing[0]} first: fetch the model again"
+        )
+    return model, tokenizer
+
+
+def _end_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
+) -> set[int]:
+    """All ids that end a text; chat models have two, and configurations often name one of them."""
+    config: Any = model.config.get_text_config()
+    ends: set[int] = set()
+    for named in (
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        if isinstance(named, int):
+            ends.add(named)
+        elif named is not None:
+            ends.update(int(token) for token in named)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    ends.update(token for token in special if token < len(tokens) and tokens[token] in END_TOKENS)
+    return {token for token in ends if 0 <= token < len(tokens)}
+
+
+def _name_of(path: str) -> str:
+    """What people call the model: the last part of its path or hub id."""
+    name = Path(path.rstrip("/")).name
+    return name.removesuffix(".gguf") or path
