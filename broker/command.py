@@ -6,12 +6,16 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from broker.errors import PipesdError
 
 EXIT_INTERRUPTED = 130
+#: Seconds after which a signal that was lost in a callback is sent once more.
+_RETRY_S = 0.05
 
 
 class Stopped(BaseException):
@@ -29,8 +33,25 @@ def raise_on_signals() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise Stopped
 
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
+    def arm() -> None:
+        signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGINT, handler)
+
+    others = sys.unraisablehook
+
+    def on_unraisable(lost: Any) -> None:
+        # Python handles a signal wherever it comes back to bytecode; in a finaliser or a callback
+        # from C (llama.cpp writes its log through one while it loads) nothing can be raised.
+        if not issubclass(lost.exc_type, Stopped):
+            others(lost)
+            return
+        arm()
+        again = threading.Timer(_RETRY_S, os.kill, (os.getpid(), signal.SIGTERM))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = on_unraisable
+    arm()
 
 
 def set_up_logging(verbose: bool) -> None:

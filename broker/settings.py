@@ -23,6 +23,8 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 PREFIX = "PIPESD_"
+#: Commands that may have a table of their own in a configuration file.
+PROGRAMS = ("edge-agent", "cloud-verifier", "fleet-broker")
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,7 +72,11 @@ def parse(
     table: dict[str, Any] = {}
     if config:
         content = read_toml(config)
-        table = {k: v for k, v in content.items() if not isinstance(v, dict)}
+        for name, value in content.items():
+            if isinstance(value, dict) != (name in PROGRAMS):
+                known = ", ".join(f"[{table}]" for table in PROGRAMS)
+                raise ConfigError(f"{config}: {name!r} is misplaced: settings, or tables {known}")
+        table = {k: v for k, v in content.items() if k not in PROGRAMS}
         table.update(content.get(program, {}))
         _check_names(table, parser, config)
     extra: list[str] = []

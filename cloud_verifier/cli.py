@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker import __version__
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from cloud_verifier.engine.torch_text import TargetText
 
 PROGRAM = "cloud-verifier"
+#: Seconds that an ordinary end may take once standard input has ended.
+_END_S = 20.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,11 +62,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds without a word after which a session is forgotten (300)",
-    )
-    serve.add_argument(
-        "--until-eof",
-        action="store_true",
-        help="end when standard input does: for a parent that must not leave a verifier behind",
     )
     _add_common(serve)
 
@@ -103,6 +103,11 @@ def _add_target_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
+    parser.add_argument(
+        "--until-eof",
+        action="store_true",
+        help="end when standard input does: for a parent that must not leave this behind",
+    )
     parser.add_argument("--verbose", action="store_true", help="debug messages and traces")
 
 
@@ -139,9 +144,11 @@ def serve(args: argparse.Namespace) -> int:
     from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
 
     verifier = check_id("--id", args.id)
-    if args.max_sessions < 1 or args.idle_ttl <= 0:
+    if args.max_sessions < 1 or not args.idle_ttl > 0:
         raise ConfigError("--max-sessions is at least 1 and --idle-ttl above 0 seconds")
     broker_settings(args, f"verifier-{verifier}", None)  # wrong usage before a minute of loading
+    if args.until_eof:
+        _end_at_eof()
     target, _ = load_target(args)
     config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
     will = status_will(verifier, online_status(config, target.name))
@@ -163,8 +170,6 @@ def serve(args: argparse.Namespace) -> int:
 
     runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
     runtime.start()
-    if args.until_eof:
-        threading.Thread(target=_wait_for_eof, args=(over,), daemon=True).start()
     try:
         over.wait()
     except Stopped:
@@ -177,46 +182,68 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_for_eof(over: threading.Event) -> None:
-    while os.read(0, 4096):
-        pass
-    over.set()
+def _end_at_eof() -> None:
+    """From now on the end of standard input stops this process as SIGTERM does."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_END_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="until-eof", daemon=True).start()
 
 
-def _prompt_ids(args: argparse.Namespace, text: TargetText, vocab_size: int) -> tuple[int, ...]:
-    if args.prompt_ids is None:
-        check_prompt(args)
-        if args.messages is not None:
-            return tuple(text.encode_chat(read_messages(args.messages)))
-        if args.raw or not text.has_chat_template:
-            return tuple(text.encode_prompt(args.prompt))
-        return tuple(text.encode_chat([{"role": "user", "content": args.prompt}]))
+def _read_ids(args: argparse.Namespace) -> tuple[int, ...]:
+    """The token ids of --prompt-ids; with --until-eof one line is all that standard input holds."""
     if args.prompt is not None or args.messages is not None:
         raise ConfigError("--prompt-ids stands alone: leave out --prompt and --messages")
+    path = args.prompt_ids
     try:
-        with open("/dev/stdin" if args.prompt_ids == "-" else args.prompt_ids) as file:
-            ids: Any = json.load(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read --prompt-ids {args.prompt_ids}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--prompt-ids {args.prompt_ids} is no JSON: {error}") from None
-    if not isinstance(ids, list) or any(
-        type(token) is not int or not 0 <= token < vocab_size for token in ids
-    ):
-        raise ConfigError(f"--prompt-ids: a list of ids from 0 to {vocab_size - 1} is wanted")
+        if path != "-":
+            raw = Path(path).read_text(encoding="utf-8")
+        else:
+            raw = sys.stdin.readline() if args.until_eof else sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ConfigError(f"cannot read --prompt-ids {path}: {cause}") from None
+    try:
+        ids: Any = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--prompt-ids {path} is no JSON: {error}") from None
+    if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
+        raise ConfigError(f"--prompt-ids {path} is no list of token ids: mend it")
     return tuple(ids)
+
+
+def _encode(args: argparse.Namespace, text: TargetText) -> tuple[int, ...]:
+    """The prompt's token ids, by the chat template where the model has one."""
+    if args.messages is not None:
+        return tuple(text.encode_chat(read_messages(args.messages)))
+    if args.raw or not text.has_chat_template:
+        return tuple(text.encode_prompt(args.prompt))
+    return tuple(text.encode_chat([{"role": "user", "content": args.prompt}]))
 
 
 def generate(args: argparse.Namespace) -> int:
     sampling = sampling_from(args)
+    ids: tuple[int, ...] | None = None
     if args.prompt_ids is None:
         check_prompt(args)
+    else:
+        ids = _read_ids(args)
+    if args.until_eof:
+        _end_at_eof()
     target, source = load_target(args)
     try:
         from cloud_verifier.engine.torch_text import TargetText
 
         words = TargetText(source)
-        prompt = _prompt_ids(args, words, target.vocab_size)
+        prompt = _encode(args, words) if ids is None else ids
+        if prompt and max(prompt) >= target.vocab_size:
+            top = f"ids go from 0 to {target.vocab_size - 1}"
+            raise ConfigError(f"--prompt-ids: token {max(prompt)} is beyond the target: {top}")
         tokens: list[int] = []
         first = last = 0.0
         finish = "cancelled"
@@ -227,11 +254,13 @@ def generate(args: argparse.Namespace) -> int:
             last, finish = step.seconds, step.finish or finish
             if not args.json:
                 text = words.decode(tokens)
-                if not text.endswith("\N{REPLACEMENT CHARACTER}") or step.finish:
+                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                     print(text[shown:], end="", flush=True)
                     shown = len(text)
         if args.json:
-            print(json.dumps(_report(words.decode(tokens), tokens, finish, first, last)))
+            # A character that the end cut short is no text, here as little as on an edge.
+            text = words.decode(tokens).removesuffix("\N{REPLACEMENT CHARACTER}")
+            print(json.dumps(_report(text, tokens, finish, first, last)))
         else:
             print()
             rate = 1000.0 * last / len(tokens)

@@ -15,6 +15,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 TAIL_LINES = 20
+_PREFIX, _SHARED = "PIPESD_", ("PIPESD_CACHE_DIR",)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Ours without the settings: those are this command's, and reach a child by its flags alone."""
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_PREFIX) or name in _SHARED
+    }
+    return {**ours, "OMP_NUM_THREADS": str(threads)}
 
 
 class Child:
@@ -37,7 +48,7 @@ class Child:
             stderr=subprocess.PIPE,
             # Ctrl-C goes to the whole group; the child shall end when we say so, after us.
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env=_environment(threads),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -64,13 +75,16 @@ class Child:
     def last_line(self) -> str:
         return self._tail[-1] if self._tail else "it said nothing"
 
-    def communicate(self, text: str) -> str:
-        """Write ``text``, close standard input, and return all of standard output."""
+    def ask(self, line: str) -> str:
+        """Write ``line`` and return all of standard output; the child has ended then.
+
+        Its standard input stays open meanwhile, so that it ends with us if we do not live so long.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(text.encode())
-            self._process.stdin.close()
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
         output = self._process.stdout.read()
         self._process.wait()
         self._reader.join(2.0)

@@ -29,6 +29,7 @@ from edge_agent.core.config import DEFAULT_MIN_SURVIVAL, LOCAL_FORBID, LOCAL_MOD
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import DEFAULT_R1, DEFAULT_R2, Thresholds
 from edge_agent.draft import TextModel
+from edge_agent.text import StopMatcher
 
 if TYPE_CHECKING:
     from broker.transport import Transport
@@ -211,6 +212,7 @@ def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
     """Raises ConfigError for values that cannot be."""
     from edge_agent.runtime import Request
 
+    StopMatcher(args.stop)
     timeout = getattr(args, "timeout", 30.0)
     if not 0.0 < timeout <= 86_400.0:
         raise ConfigError(f"--timeout {timeout} is outside 0 to 86400 seconds")
@@ -235,7 +237,7 @@ def generate(args: argparse.Namespace) -> int:
     from edge_agent.unconnected import UnconnectedTransport
 
     local_only = args.policy == "local"
-    device = check_device_id(args.device_id or default_device_id())
+    device = check_device_id(default_device_id() if args.device_id is None else args.device_id)
     request_from(args, (0,))  # everything that is wrong with the flags, before loading a model
     check_prompt(args)
     if not local_only:

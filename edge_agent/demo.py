@@ -93,6 +93,7 @@ def _target_alone(
             "--prompt-ids",
             "-",
             "--json",
+            "--until-eof",
             *flags,
             *("--max-tokens", str(args.max_tokens), "--seed", str(args.seed)),
             *("--temperature", str(args.temperature), "--top-k", str(args.top_k)),
@@ -101,7 +102,7 @@ def _target_alone(
         threads=threads,
     )
     try:
-        output = child.communicate(json.dumps(list(prompt)))
+        output = child.ask(json.dumps(list(prompt)))
         if child.exit_code != 0:
             raise ModelError(f"the target alone failed: {child.last_line}")
         report: dict[str, Any] = json.loads(output)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class Running(Protocol):
 
     finish: str | None
 
-    def __iter__(self) -> Iterator[Commit]: ...
+    def __iter__(self) -> Generator[Commit, None, None]: ...
     def cancel(self, reason: str = ...) -> None: ...
     @property
     def stats(self) -> EdgeStats: ...
@@ -96,23 +97,26 @@ class TextStream:
         self._tokens: list[int] = []
         self._text: list[str] = []
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Generator[Piece, None, None]:
         source = SOURCE_TARGET
-        for commit in self._generation:
-            self._last = self._clock()
-            if self._first is None:
-                self._first = self._last
-            for token, source in zip(commit.tokens, commit.sources, strict=True):
-                self._tokens.append(token)
-                piece = self._stops.feed(self._detokenizer.feed(self._pieces.piece(token)))
-                if piece:
-                    self._text.append(piece)
-                    yield Piece(piece, source)
+        # Closed here and not by the garbage collector: it is this that tells the verifier, and an
+        # exception in the consumer keeps the frames alive until it is too late for that.
+        with closing(iter(self._generation)) as commits:
+            for commit in commits:
+                self._last = self._clock()
+                if self._first is None:
+                    self._first = self._last
+                for token, source in zip(commit.tokens, commit.sources, strict=True):
+                    self._tokens.append(token)
+                    piece = self._stops.feed(self._detokenizer.feed(self._pieces.piece(token)))
+                    if piece:
+                        self._text.append(piece)
+                        yield Piece(piece, source)
+                    if self._stops.stop is not None:
+                        break
                 if self._stops.stop is not None:
+                    self._generation.cancel(FINISH_STOP)
                     break
-            if self._stops.stop is not None:
-                self._generation.cancel(FINISH_STOP)
-                break
         rest = "" if self._stops.stop is not None else self._stops.finish()
         if rest:
             self._text.append(rest)

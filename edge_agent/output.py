@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from edge_agent.core.effects import SOURCE_ACCEPTED, SOURCE_LOCAL
@@ -46,9 +47,10 @@ class Show:
         """Stream the text; the summary. Raises what ends the generation."""
         stream = TextStream(generation, text, stops=stops, strip_leading_space=strip_leading_space)
         try:
-            for piece in stream:
-                if not self._json:
-                    self._write(piece.text, piece.source)
+            with closing(iter(stream)) as pieces:
+                for piece in pieces:
+                    if not self._json:
+                        self._write(piece.text, piece.source)
         finally:
             if not self._json and not self._at_line_start:
                 sys.stdout.write("\n")

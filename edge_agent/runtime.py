@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from broker import __version__
@@ -151,9 +151,9 @@ class Agent:
         generation = Generation(self, secrets.token_hex(8), core, draft.open())
         with self._lock:
             self._generations[generation.session] = generation
-            state = self._state
-        if state is not None:
-            generation.hear(state)
+            # Within the lock, or a newer event could be heard before this one.
+            if self._state is not None:
+                generation.hear(self._state)
         return generation
 
     # -- for generations ------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Generation:
             self._inbox.append(what)
             self._wake.notify()
 
-    def __iter__(self) -> Iterator[Commit]:
+    def __iter__(self) -> Generator[Commit, None, None]:
         if self._started:
             return
         self._started = True
@@ -299,7 +299,7 @@ class Generation:
 
     # -- the driving thread ---------------------------------------------------------------------
 
-    def _drive(self) -> Iterator[Commit]:
+    def _drive(self) -> Generator[Commit, None, None]:
         core, clock = self._core, self._agent.clock
         while True:
             self._take_inbox()
