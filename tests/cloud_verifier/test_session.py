@@ -1,0 +1,458 @@
+"""One session on the verifier: what it plans, what a forward's answer does, what drafts may do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.messages import (
+    CLOSED_TOKEN,
+    CLOSED_UNKNOWN,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    VERIFY_EAGER,
+    VERIFY_TRIGGERED,
+    Closed,
+    DraftBatch,
+    Resync,
+    SessionOpen,
+    Verdict,
+)
+from broker.sampling import Sampling
+from cloud_verifier.core.session import (
+    MAX_PENDING,
+    MAX_REPEATS,
+    MAX_ROUNDS,
+    Plan,
+    VerifierSession,
+)
+from cloud_verifier.core.stats import VerifierStats
+
+PROMPT = (91, 92, 93)
+EOS = 0
+VOCAB = 100
+
+
+def session(
+    prompt: tuple[int, ...] = PROMPT,
+    committed: tuple[int, ...] = (),
+    max_tokens: int = 50,
+    context: int = 200,
+    verify: str = VERIFY_TRIGGERED,
+) -> VerifierSession:
+    opened = SessionOpen(1, prompt, committed, Sampling(), max_tokens, "v", verify)
+    return VerifierSession(
+        opened,
+        context=context,
+        vocab_size=VOCAB,
+        eos_ids=frozenset({EOS}),
+        stats=VerifierStats(),
+        now=0.0,
+    )
+
+
+def draft(
+    held: VerifierSession, base: int, *tokens: int, verify: bool = False, epoch: int = 1,
+    now: float = 1.0,
+) -> None:  # fmt: skip
+    held.receive_draft(DraftBatch(1, epoch, base, tokens, None, verify), now)
+
+
+def judge(held: VerifierSession, *choices: int, budget: int = 99, now: float = 2.0) -> Verdict:
+    """One forward in which the target answers ``choices``; the verdict that follows."""
+    plan = held.plan(budget)
+    assert plan is not None
+    assert plan.choices == len(choices), plan
+    held.judge(plan, choices, now, 10.0)
+    (message,) = held.take_messages()
+    assert isinstance(message, Verdict)
+    return message
+
+
+# -- plans --------------------------------------------------------------------------------------
+
+
+def test_a_new_session_prefills_all_but_its_last_token() -> None:
+    held = session()
+    assert held.plan(99) == Plan(0, (91, 92), 0, 0, 0)
+    held.prefilled(held.plan(99))
+    assert held.cached == 2
+    assert not held.has_work
+    assert held.plan(99) is None
+
+
+def test_committed_text_of_an_earlier_attachment_is_prefilled_too() -> None:
+    held = session(committed=(1, 2))
+    assert held.plan(99) == Plan(0, (91, 92, 93, 1), 0, 0, 2)
+
+
+def test_a_long_prompt_goes_in_by_pieces() -> None:
+    held = session(prompt=tuple(range(1, 11)))
+    pieces = []
+    while (plan := held.plan(4)) is not None:
+        pieces.append(plan.tokens)
+        held.prefilled(plan)
+    assert pieces == [(1, 2, 3, 4), (5, 6, 7, 8), (9,)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "plan"),
+    [
+        (2, Plan(0, (91, 92), 0, 0, 0)),  # no room for all that is missing: prefill first
+        (3, Plan(0, PROMPT, 0, 1, 0)),  # room for one choice, none for drafts
+        (4, Plan(0, (*PROMPT, 1), 1, 2, 0)),
+        (99, Plan(0, (*PROMPT, 1, 2), 2, 3, 0)),
+    ],
+)
+def test_a_request_takes_what_the_budget_leaves(budget, plan) -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True)
+    assert held.plan(budget) == plan
+
+
+def test_unasked_drafts_wait_unless_the_session_is_eager() -> None:
+    for verify, choices in ((VERIFY_TRIGGERED, 0), (VERIFY_EAGER, 3)):
+        held = session(verify=verify)
+        draft(held, 0, 1, 2)
+        plan = held.plan(99)
+        assert plan is not None
+        assert plan.choices == choices
+        assert held.wants_choice == bool(choices)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "context", "limit"), [(5, 200, 5), (50, 10, 7), (7, 10, 7), (1, 200, 1)]
+)
+def test_no_more_is_judged_than_there_are_places(max_tokens, context, limit) -> None:
+    """Case 29: the last place is the target's own, so limit - 1 drafts at most."""
+    held = session(max_tokens=max_tokens, context=context)
+    assert held.limit == limit
+    draft(held, 0, *range(1, 21), verify=True)
+    plan = held.plan(99)
+    assert plan is not None
+    assert plan.judged == limit - 1
+    verdict = judge(held, *range(1, limit + 1))
+    assert verdict.tokens == tuple(range(1, limit + 1))
+    assert (verdict.accepted, verdict.judged, verdict.finish) == (limit - 1, limit - 1, "length")
+
+
+# -- verdicts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafts", "choices", "tokens", "accepted", "cached"),
+    [
+        ((), (5,), (5,), 0, 3),  # an empty draft
+        ((1, 2), (1, 2, 5), (1, 2, 5), 2, 5),  # none rejected: bonus
+        ((1, 2), (1, 6, 5), (1, 6), 1, 4),  # the second rejected: recovered
+        ((1, 2), (7, 6, 5), (7,), 0, 3),  # all rejected
+        ((1, 2), (2, 2, 5), (2,), 0, 3),  # right tokens after a wrong one do not count
+    ],
+)
+def test_one_token_of_the_target_each_time(drafts, choices, tokens, accepted, cached) -> None:
+    """Case 23: and the cache length is right afterwards."""
+    held = session()
+    draft(held, 0, *drafts, verify=True)
+    verdict = judge(held, *choices)
+    assert verdict == Verdict(1, 1, 0, tokens, accepted, len(drafts), None, verdict.hold_ms, 10.0)
+    assert held.cached == cached
+    assert held.committed == list(tokens)
+    assert held.cached == held.length - 1  # the target's own token is not in it yet
+
+
+@pytest.mark.parametrize(
+    ("drafts", "choices", "tokens", "accepted", "judged"),
+    [
+        ((1, EOS, 3, 4, 5), (1, EOS, 3, 4, 5, 6), (1, EOS), 2, 2),
+        ((1, 2), (1, EOS, 9), (1, EOS), 1, 2),
+        ((1, 2), (1, 2, EOS), (1, 2, EOS), 2, 2),
+        ((), (EOS,), (EOS,), 0, 0),
+        ((EOS,), (EOS, 5), (EOS,), 1, 1),
+    ],
+)
+def test_end_of_text_ends_it_at_that_token(drafts, choices, tokens, accepted, judged) -> None:
+    """Case 21: in slot 2 of 5 accepted, the text ends there and two count."""
+    held = session()
+    draft(held, 0, *drafts, verify=True)
+    verdict = judge(held, *choices)
+    assert verdict.finish == FINISH_STOP
+    assert (verdict.tokens, verdict.accepted, verdict.judged) == (tokens, accepted, judged)
+    assert held._stats.accepted == accepted
+    assert held._stats.judged == judged
+    assert not held.has_work
+    draft(held, len(tokens), 8, verify=True)
+    assert not held.has_work
+
+
+def test_end_of_text_at_the_last_place_is_a_stop() -> None:
+    held = session(max_tokens=1)
+    draft(held, 0, verify=True)
+    assert judge(held, EOS).finish == FINISH_STOP
+
+
+def test_drafts_beyond_the_bonus_stay_when_they_begin_with_it() -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True)
+    plan = held.plan(99)
+    draft(held, 2, 3, 4, verify=True)  # arrives while the forward runs
+    held.judge(plan, (1, 2, 3), 2.0, 10.0)
+    assert held.committed == [1, 2, 3]
+    assert held.triggered  # up to 4 was asked for
+    assert held.plan(99) == Plan(5, (3, 4), 1, 2, 3)
+
+
+def test_drafts_that_contradict_the_bonus_die_with_their_epoch() -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True)
+    plan = held.plan(99)
+    draft(held, 2, 3, 4, verify=True)
+    held.judge(plan, (1, 2, 7), 2.0, 10.0)
+    assert not held.triggered
+    assert not held.has_work
+    draft(held, 5, 8, verify=True)  # more of the dead epoch
+    assert held._stats.stale_drafts == 1
+    draft(held, 3, 9, verify=True, epoch=2)
+    assert held.plan(99) == Plan(5, (7, 9), 1, 2, 3)
+
+
+def test_a_newer_epoch_while_the_forward_runs_is_kept() -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True)
+    plan = held.plan(99)
+    draft(held, 0, 5, 6, verify=True, epoch=2)
+    held.judge(plan, (5, 2, 3), 2.0, 10.0)  # draft 1 was wrong, and the newer one says 5 too
+    assert held.committed == [5]
+    assert held.plan(99) == Plan(3, (5, 6), 1, 2, 1)
+
+
+def test_hold_is_the_time_from_the_request() -> None:
+    held = session()
+    draft(held, 0, 1, now=1.0)
+    draft(held, 1, 2, verify=True, now=3.0)
+    draft(held, 1, 2, verify=True, now=4.0)  # a duplicate does not start it anew
+    assert judge(held, 1, 2, 3, now=3.5).hold_ms == pytest.approx(500.0)
+
+
+def test_a_dead_epoch_leaves_no_time_behind() -> None:
+    held = session(verify=VERIFY_EAGER)
+    draft(held, 0, verify=True)
+    judge(held, 5)
+    draft(held, 0, 4, 1, now=10.0)  # contradicts
+    draft(held, 1, 1, now=100.0, epoch=2)
+    assert judge(held, 1, 2, now=100.5).hold_ms == pytest.approx(500.0)
+
+
+# -- drafts -------------------------------------------------------------------------------------
+
+
+def test_duplicates_and_overlaps_add_only_what_is_new() -> None:
+    held = session()
+    draft(held, 0, 1, 2)
+    draft(held, 0, 1, 2)
+    draft(held, 1, 2, 3, 4, verify=True)
+    draft(held, 0, 1)
+    assert held.plan(99) == Plan(0, (*PROMPT, 1, 2, 3, 4), 4, 5, 0)
+    assert held._stats.drafts == 4
+
+
+def test_a_gap_is_answered_at_most_four_times_a_second() -> None:
+    held = session()
+    draft(held, 0, 1)
+    for now in (1.0, 1.1, 1.2, 1.3, 1.4):
+        draft(held, 3, 4, verify=True, now=now)
+    assert held.take_messages() == [Resync(1, 1, 1)] * 2
+    assert held._stats.gaps == 5
+    assert not held.triggered  # a request behind a gap is not taken
+
+
+def test_another_gap_is_answered_at_once() -> None:
+    held = session()
+    draft(held, 3, 4, verify=True)
+    draft(held, 0, 1)
+    draft(held, 3, 4, verify=True)
+    assert held.take_messages() == [Resync(1, 1, 0), Resync(1, 1, 1)]
+
+
+def test_older_epochs_are_dropped_and_newer_ones_replace() -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True, epoch=3)
+    draft(held, 0, 7, verify=True, epoch=2)
+    assert held.plan(99).tokens == (*PROMPT, 1, 2)
+    draft(held, 0, 8, epoch=4)
+    assert not held.triggered  # the request went with its draft
+    draft(held, 1, verify=True, epoch=4)
+    assert held.plan(99).tokens == (*PROMPT, 8)
+    assert held._stats.stale_drafts == 1
+
+
+def test_the_same_epoch_cannot_say_two_things() -> None:
+    held = session()
+    draft(held, 0, 1, 2)
+    draft(held, 1, 9, verify=True)
+    assert held._stats.rejected["contradiction"] == 1
+    assert not held.triggered
+
+
+def test_a_trigger_for_what_is_committed_comes_late() -> None:
+    held = session()
+    draft(held, 0, 1, verify=True)
+    judge(held, 1, 2)
+    draft(held, 0, 1, verify=True)
+    assert held._stats.late_triggers == 1
+    assert not held.triggered
+    draft(held, 0, 1, 2, verify=True)  # this one is for the next token
+    assert held.triggered
+
+
+def test_a_token_beyond_the_vocabulary_is_answered_with_an_error() -> None:
+    """Case 27: and nothing of the batch is taken."""
+    held = session()
+    draft(held, 0, 1, VOCAB, verify=True)
+    assert held.take_messages() == [Closed(1, CLOSED_TOKEN)]
+    assert not held.triggered
+    assert held._stats.rejected["token_out_of_range"] == 1
+
+
+def test_pending_drafts_are_bounded() -> None:
+    held = session(max_tokens=5000, context=9000)
+    for base in range(0, MAX_PENDING + 400, 200):
+        draft(held, base, *([1] * 200))
+    assert len(held._pending) == MAX_PENDING
+    assert held._stats.rejected["too_far_ahead"] >= 1
+    assert held._stats.gaps >= 1  # what follows a cut batch does not fit
+
+
+def test_a_tree_counts_by_its_trunk() -> None:
+    held = session()
+    held.receive_draft(DraftBatch(1, 1, 0, (1, 7, 2, 8), (-1, -1, 0, 2), True), 1.0)
+    assert held.plan(99).tokens == (*PROMPT, 1, 2, 8)
+
+
+# -- resync -------------------------------------------------------------------------------------
+
+
+def rounds(number: int, **changes: int) -> VerifierSession:
+    held = session(max_tokens=500, context=900)
+    for position in range(number):
+        draft(held, position, verify=True)
+        judge(held, 1 + position % 9)
+    return held
+
+
+def test_resync_repeats_the_verdicts_that_are_missing_as_they_were() -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True)
+    first = judge(held, 1, 2, 3)
+    draft(held, 3, 4, verify=True)
+    second = judge(held, 4, 5)
+    held.receive_resync(Resync(1, 1, 0), 3.0)
+    assert held.take_messages() == [first, second]
+    held.receive_resync(Resync(1, 1, 3), 3.0)
+    assert held.take_messages() == [second]
+    held.receive_resync(Resync(1, 1, 1), 3.0)
+    assert held.take_messages() == [first, second]
+
+
+def test_resync_repeats_the_end() -> None:
+    held = session()
+    draft(held, 0, verify=True)
+    last = judge(held, EOS)
+    held.receive_resync(Resync(1, 1, 0), 3.0)
+    assert held.take_messages() == [last]
+
+
+def test_old_verdicts_are_repeated_merged_and_in_bounded_number() -> None:
+    held = rounds(MAX_ROUNDS + 40)
+    held.receive_resync(Resync(1, 1, 7), 3.0)
+    merged, *others = held.take_messages()
+    assert (merged.start, len(merged.tokens), merged.accepted) == (7, 33, 0)
+    assert len(others) == MAX_REPEATS
+    assert others[0].start == 40
+    held.receive_resync(Resync(1, 1, 40 + MAX_REPEATS), 3.0)
+    assert len(held.take_messages()) == MAX_ROUNDS - MAX_REPEATS
+
+
+@given(st.integers(0, 130), st.integers(0, 130))
+def test_enough_resyncs_bring_everything(number, have) -> None:
+    held = rounds(number)
+    have = min(have, number)
+    known = held.committed[:have]
+    for _ in range(10):
+        held.receive_resync(Resync(1, 1, len(known)), 3.0)
+        for message in held.take_messages():
+            if isinstance(message, Verdict):
+                assert message.start <= len(known)
+                known[message.start :] = message.tokens
+        if len(known) == number:
+            break
+    assert known == held.committed
+
+
+def test_resync_with_everything_is_told_how_far_the_draft_is_here() -> None:
+    held = session()
+    draft(held, 0, 1, 2)
+    held.receive_resync(Resync(1, 1, 0), 3.0)
+    assert held.take_messages() == [Resync(1, 1, 2)]
+
+
+def test_resync_of_a_newer_epoch_begins_it() -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True)
+    held.receive_resync(Resync(1, 2, 0), 3.0)
+    assert held.take_messages() == [Resync(1, 2, 0)]
+    assert not held.triggered
+
+
+def test_resync_of_an_older_epoch_changes_nothing() -> None:
+    held = session()
+    draft(held, 0, 1, 2, verify=True, epoch=3)
+    held.receive_resync(Resync(1, 2, 0), 3.0)
+    assert held.take_messages() == [Resync(1, 3, 2)]
+    assert held.triggered
+
+
+def test_resync_revives_a_dead_epoch_of_an_edge_that_stands_by_it() -> None:
+    held = session()
+    draft(held, 0, verify=True)
+    judge(held, 5)
+    draft(held, 0, 4)  # contradicts: dead
+    draft(held, 1, 6, verify=True)
+    assert not held.triggered
+    held.receive_resync(Resync(1, 1, 1), 3.0)
+    assert held.take_messages() == [Resync(1, 1, 1)]
+    draft(held, 1, 6, verify=True)
+    assert held.triggered
+
+
+def test_an_edge_that_knows_more_than_the_verifier_is_sent_away() -> None:
+    """The verifier came back with an older state: the edge opens again with all it has."""
+    held = session(committed=(1,))
+    held.receive_resync(Resync(1, 1, 5), 3.0)
+    assert held.take_messages() == [Closed(1, CLOSED_UNKNOWN)]
+
+
+# -- reuse --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        (((1, 2), (3, 4)), ((1, 2), (3, 4)), 4),
+        (((1, 2), (3, 4)), ((1, 2), (3, 4, 5)), 4),
+        (((1, 2), (3, 4)), ((1, 2), (3, 9)), 3),
+        (((1, 2), (3, 4)), ((9, 2), (3, 4)), 0),
+        (((1, 2), (3,)), ((1, 2, 3), ()), 3),
+        (((1,), ()), ((1, 2), ()), 1),
+    ],
+)
+def test_common_prefix(first, second, shared) -> None:
+    one, other = (session(prompt, committed) for prompt, committed in (first, second))
+    assert one.common_prefix(other) == other.common_prefix(one) == shared
+
+
+def test_length_finish_keeps_its_name() -> None:
+    held = session(committed=(1, 2), max_tokens=3)
+    draft(held, 2, 5, verify=True)
+    assert held.plan(99).judged == 0
+    assert judge(held, 5).finish == FINISH_LENGTH
