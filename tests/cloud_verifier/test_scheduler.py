@@ -1,0 +1,129 @@
+"""Which sessions share the next forward: order, room, slots, and that nobody starves."""
+
+from __future__ import annotations
+
+from cloud_verifier.core.scheduler import Limits
+from tests.cloud_verifier.hand import PROMPT, Hand, attached, continuation
+
+
+def test_nothing_to_do_is_no_forward() -> None:
+    assert Hand().core.next_effect() is None
+
+
+def test_all_sessions_with_work_share_one_forward() -> None:
+    hand = attached("a", "b", "c")
+    assert hand.seated(hand.forward()) == ["a", "b", "c"]
+
+
+def test_who_waits_for_a_verdict_comes_first_then_the_oldest() -> None:
+    hand = attached("a", "b", "c", "d")
+    hand.ask("d")
+    hand.now += 1.0
+    hand.ask("b")
+    assert hand.seated(hand.forward()) == ["d", "b", "a", "c"]
+
+
+def test_a_verdict_sends_a_session_to_the_end_of_the_queue() -> None:
+    hand = attached("a", "b", limits=Limits(forward_tokens=3))
+    hand.ask("a")
+    hand.now += 1.0
+    hand.ask("b")
+    first = hand.forward()
+    assert hand.seated(first) == ["a"]
+    hand.finish(first)
+    hand.ask("a")
+    assert hand.seated(hand.forward()) == ["b"]
+
+
+def test_a_long_prompt_goes_in_beside_running_sessions() -> None:
+    hand = attached("a", limits=Limits(forward_tokens=64, prefill_tokens=10))
+    hand.run()
+    hand.open("b", prompt=tuple(range(1, 100)))
+    forwards = 0
+    while hand.held("b").cached < 98:
+        hand.ask("a")
+        forward = hand.forward()
+        assert hand.seated(forward) == ["a", "b"]
+        assert len(forward.seats[1].plan.tokens) <= 10
+        hand.finish(forward)
+        forwards += 1
+    assert forwards == 10
+    assert len(hand.held("a").committed) == 10
+
+
+def test_a_forward_takes_no_more_tokens_than_its_limit() -> None:
+    hand = attached("a", "b", "c", limits=Limits(forward_tokens=7, prefill_tokens=5))
+    for device in "abc":
+        hand.ask(device, 1, 2, 3)
+    forward = hand.forward()
+    assert [len(seat.plan.tokens) for seat in forward.seats] == [5, 2]
+
+
+def test_asked_before_its_prefill_a_session_gets_there_by_pieces() -> None:
+    hand = Hand(limits=Limits(forward_tokens=64, prefill_tokens=10))
+    prompt = tuple(range(1, 36))
+    hand.open("a", prompt=prompt)
+    hand.ask("a", 5)
+    assert hand.run() == 4
+    assert hand.held("a").committed[:1] == continuation(prompt, 1)
+
+
+def test_a_session_that_asks_takes_the_slot_of_the_least_recently_used() -> None:
+    hand = attached("a", "b", slots=2)
+    hand.run()
+    hand.ask("a")
+    hand.run()
+    hand.open("c")
+    hand.ask("c")
+    hand.finish(hand.forward())
+    assert hand.held("b").cached == 0
+    assert hand.held("a").cached > 0
+    assert hand.core.slots.evictions == 1
+
+
+def test_a_mere_prefill_takes_a_free_slot_but_nobodys() -> None:
+    """Else idle sessions evict each other, prefill, and evict again, for ever."""
+    hand = attached("a", "b", "c", slots=2)
+    assert hand.run() == 1
+    assert hand.core.slots.evictions == 0
+    assert hand.held("c").cached == 0
+    hand.ask("c")
+    assert hand.run() == 1
+    assert hand.held("c").committed == continuation(PROMPT, 1)
+    assert hand.core.slots.evictions == 1
+
+
+def test_a_session_in_the_batch_keeps_its_slot() -> None:
+    hand = attached("a", "b", "c", slots=2)
+    for device in "abc":
+        hand.ask(device)
+        hand.now += 0.01
+    first = hand.forward()
+    assert hand.seated(first) == ["a", "b"]
+    hand.finish(first)
+    assert hand.seated(hand.forward()) == ["c"]
+
+
+def test_nobody_starves_when_sessions_outnumber_slots() -> None:
+    """Six sessions that always ask, two slots, prompts in pieces: all go forward alike."""
+    devices = "abcdef"
+    hand = Hand(limits=Limits(forward_tokens=8, prefill_tokens=4), slots=2)
+    for device in devices:
+        hand.open(device, prompt=tuple(range(1, 12)))
+        hand.ask(device)
+    for _ in range(400):
+        hand.finish(hand.forward())
+        for device in devices:
+            if not hand.held(device).triggered:
+                hand.ask(device)
+    written = [len(hand.held(device).committed) for device in devices]
+    assert min(written) >= 20
+    assert max(written) - min(written) <= 2
+
+
+def test_seats_hold_distinct_slots() -> None:
+    hand = attached("a", "b", "c", "d")
+    for device in "abcd":
+        hand.ask(device)
+    slots = [seat.slot for seat in hand.forward().seats]
+    assert sorted(slots) == [0, 1, 2, 3]
