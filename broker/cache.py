@@ -47,6 +47,7 @@ _LOCK_LIMIT_S = 3600.0
 _LOCK_POLL_S = 0.2
 _MANIFEST_LIMIT_BYTES = 1 << 20
 _NEARLY_FULL_BYTES = 16 << 20
+_FULL_WORDS = ("No space left on device", f"os error {errno.ENOSPC}")
 _IN_USE_S = 3600.0
 _ABSENT = "absent"
 
@@ -173,8 +174,10 @@ def _build(
             with _cache_trouble(root):
                 build(workplace)
         except ModelError as error:
-            # A builder in another process cannot hand over errno; a full disk still shows.
-            if shutil.disk_usage(root).free < _NEARLY_FULL_BYTES:
+            # A builder in another process cannot hand over errno. A full disk shows in what it
+            # said, or in the space that is left where its unfinished file still lies.
+            said_so = any(words in str(error) for words in _FULL_WORDS)
+            if said_so or shutil.disk_usage(root).free < _NEARLY_FULL_BYTES:
                 raise _full(root) from error
             raise
         if not any(workplace.iterdir()):

@@ -3,6 +3,19 @@
 The target is the file's full-precision model (dequantised), the draft the same file requantised
 coarser by llama.cpp. Nothing here loads a model or imports the packages, whose own imports are
 heavy.
+
+The draft is q3_k_m unless another is asked for. Measured over 8 prompts of 64 greedy tokens: share
+of tokens that the float32 target chooses too, and milliseconds per token on one server core.
+
+=======  ===========  ===========  ===========
+pair     source       q3_k_m       q2_k
+=======  ===========  ===========  ===========
+smollm2  0.97, 12.5   0.79, 8.0    0.66, 7.6
+gemma3   0.97, 19.4   0.85, 15.8   0.73, 19.1
+=======  ===========  ===========  ===========
+
+Rows of 576 and 640 values fit no block of 256, so most of a q2_k file is q4_0 instead: hardly
+smaller or faster, and it agrees less.
 """
 
 from __future__ import annotations
@@ -66,7 +79,7 @@ PAIRS: dict[str, Pair] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98_362_432,
             target_bytes=545 << 20,
-            target_s=30,
+            target_s=20,
             draft_s=5,
             default_quant="q3_k_m",
             chat=True,
@@ -82,7 +95,7 @@ PAIRS: dict[str, Pair] = {
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             size=253_113_024,
             target_bytes=1120 << 20,
-            target_s=60,
+            target_s=45,
             draft_s=8,
             default_quant="q3_k_m",
             chat=False,

@@ -360,6 +360,15 @@ class TestTrouble:
         with pytest.raises(ConfigError, match="is full"):
             cache.prepare_once("model", build, lambda _: None)
 
+    def test_a_child_that_says_the_disk_is_full(self) -> None:
+        def build(directory: Path) -> None:
+            raise ModelError(
+                "converting x failed: I/O error: No space left on device (os error 28)"
+            )
+
+        with pytest.raises(ConfigError, match="is full"):
+            cache.prepare_once("model", build, lambda _: None)
+
     def test_too_little_space_is_said_before_the_work(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
