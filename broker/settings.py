@@ -80,16 +80,20 @@ def parse(
         table.update(content.get(program, {}))
         _check_names(table, parser, config)
     extra: list[str] = []
+    origins: dict[str, str] = {}  # by the name that argparse gives an option in its errors
     for action in chosen:
+        if isinstance(action, argparse._AppendAction) and getattr(given, action.dest):
+            continue  # it would add to what the flags say
         name = max(action.option_strings, key=len)
         key = name.lstrip("-")
         variable = PREFIX + key.upper().replace("-", "_")
         if variable in environ:
-            extra += _as_flags(action, name, environ[variable], f"{variable}=")
+            value, origin = environ[variable], variable
         else:
-            value = table.get(key, table.get(key.replace("-", "_")))
-            if value is not None:
-                extra += _as_flags(action, name, value, f"{config}: {key} = ")
+            value, origin = table.get(key, table.get(key.replace("-", "_"))), f"{config}"
+        if value is not None:
+            extra += _as_flags(action, name, value, origin)
+            origins[f"argument {'/'.join(action.option_strings)}: "] = origin
     if not extra:
         return given
     # Later flags win in argparse, so the lower layers stand right behind the subcommand.
@@ -100,7 +104,12 @@ def parse(
         if command is None or command not in words[cut:]:
             break
         cut = words.index(command, cut) + 1
-    return parser.parse_args(words[:cut] + extra + words[cut:])
+    try:
+        return parser.parse_args(words[:cut] + extra + words[cut:])
+    except ConfigError as error:
+        # The flags alone were fine, so a lower layer is wrong: say which.
+        where = [o for named, o in origins.items() if str(error).startswith(named)]
+        raise ConfigError(": ".join([*where, str(error)])) from None
 
 
 def _leaf(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[argparse.Action]:
@@ -139,9 +148,8 @@ def _as_flags(action: argparse.Action, name: str, value: Any, where: str) -> lis
             return [name]
         if text in ("0", "false", "no", "off", ""):
             return []
-        raise ConfigError(f"{where}{value}: true or false is wanted")
-    if isinstance(value, list):
-        return [word for item in value for word in (name, str(item))]
+        raise ConfigError(f"{where}: {name} {value!r}: true or false is wanted")
     if isinstance(value, dict):
-        raise ConfigError(f"{where}a table where a value is wanted")
-    return [f"{name}={value}"]
+        raise ConfigError(f"{where}: a table where a value of {name} is wanted")
+    # With an equals sign: a value may begin with a dash.
+    return [f"{name}={item}" for item in (value if isinstance(value, list) else [value])]
