@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,13 +28,11 @@ PROMPT = "The lighthouse keeper wrote in his log every evening. He noted the win
 
 
 class Bare:
-    """llama.cpp without us: weights, context and loop of its own."""
+    """llama.cpp without us: context and loop of its own, over the same weights."""
 
-    def __init__(self, path: Path, prompt: list[int], threads: int) -> None:
+    def __init__(self, model: LlamaDraftModel, prompt: list[int], threads: int) -> None:
         self._lib = lib = llama_library()
-        self._model = lib.llama_model_load_from_file(
-            os.fsencode(path), lib.llama_model_default_params()
-        )
+        self._model = model._model
         params = lib.llama_context_default_params()
         params.n_ctx = len(prompt) + LENGTH
         params.n_threads = params.n_threads_batch = threads
@@ -64,6 +59,9 @@ class Bare:
         lib.llama_get_logits_ith(self._context, -1)
         self._one[0] = int(self._logits.argmax())
 
+    def close(self) -> None:
+        self._lib.llama_free(self._context)
+
 
 class Ours:
     """The port, as the driver uses it."""
@@ -82,8 +80,11 @@ class Ours:
         self._draft.eval((self._token,))
         self._token = self._draft.propose(position, self._sampling).token
 
+    def close(self) -> None:
+        self._draft.close()
 
-def measure(loops: dict[str, Any], tokens: int) -> dict[str, float]:
+
+def measure(loops: dict[str, Bare | Ours], tokens: int) -> dict[str, float]:
     """Median milliseconds per token and loop."""
     times: dict[str, list[float]] = {name: [] for name in loops}
     names = list(loops)
@@ -116,12 +117,14 @@ def main() -> int:
     path = resolve_draft(options.draft, pair, options.draft_quant)
     model = LlamaDraftModel(path, context=LENGTH + 64, threads=options.threads)
     prompt = model.text.encode_prompt(PROMPT)
-    loops = {
-        "bare": Bare(path, prompt, options.threads),
+    loops: dict[str, Bare | Ours] = {
+        "bare": Bare(model, prompt, options.threads),
         "greedy": Ours(model, prompt, Sampling()),
         "sampled": Ours(model, prompt, Sampling(temperature=0.8, top_p=0.95, seed=1)),
     }
     per_token = measure(loops, options.tokens)
+    for loop in loops.values():
+        loop.close()
     model.close()
     ratios = {name: per_token["bare"] / per_token[name] for name in ("greedy", "sampled")}
     result = {

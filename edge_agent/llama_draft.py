@@ -35,12 +35,21 @@ _BATCH = 512  # tokens per llama_decode call; more do not get faster on a CPU
 _ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 _log = logging.getLogger(__name__)
+_loading = threading.Lock()
 _errors: deque[str] = deque(maxlen=4)  # llama.cpp's last complaints, for our own messages
 
 
-@lru_cache(maxsize=1)
 def llama_library() -> Any:
-    """llama-cpp-python's C interface, quiet and initialised once."""
+    """llama-cpp-python's C interface, quiet and initialised once; from any thread.
+
+    Raises ConfigError when llama-cpp-python is not installed or does not load.
+    """
+    with _loading:
+        return _load_library()
+
+
+@lru_cache(maxsize=1)
+def _load_library() -> Any:
     try:
         with _patient_openmp():
             import llama_cpp.llama_cpp as lib
@@ -265,7 +274,10 @@ class LlamaDraft:
         self._tokens = (lib.llama_token * _BATCH)()
         self._batch = lib.llama_batch_get_one(self._tokens, 1)
         self._decode = lib.llama_decode
-        self._find_logits = lib.llama_get_logits_ith
+        # As a plain address: a pointer object per token would only be taken apart again.
+        self._find_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)(
+            ctypes.cast(lib.llama_get_logits_ith, ctypes.c_void_p).value or 0
+        )
         self._sampler = Sampler(model.vocab_size)
         # A view of llama.cpp's own buffer, float32[rows], valid until the next decode.
         self._logits: npt.NDArray[np.float32] | None = None
@@ -293,7 +305,7 @@ class LlamaDraft:
         try:
             for start in range(0, count, _BATCH):
                 chunk = tokens[start : start + _BATCH]
-                self._tokens[: len(chunk)] = [int(token) for token in chunk]
+                self._tokens[: len(chunk)] = chunk
                 self._batch.n_tokens = len(chunk)
                 status = self._decode(context, self._batch)
                 if status != 0:
@@ -309,12 +321,12 @@ class LlamaDraft:
         self._ready = True
 
     def _map_logits(self, context: int) -> None:
-        pointer = self._find_logits(context, -1)
-        if not pointer:
+        address = self._find_logits(context, -1)
+        if not address:
             raise ModelError("llama.cpp gave no logits; give a text-generating model as the draft")
-        address = ctypes.addressof(pointer.contents)
         if address != self._address:
-            self._logits = np.ctypeslib.as_array(pointer, shape=(self._rows,))
+            row = (ctypes.c_float * self._rows).from_address(address)
+            self._logits = np.ctypeslib.as_array(row)
             self._logits.setflags(write=False)
             self._address = address
 
