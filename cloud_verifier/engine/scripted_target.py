@@ -74,11 +74,14 @@ class ScriptedTarget:
         if not batch:
             return []
         self.forwards += 1
-        if self.forwards in self.fail_at:
+        try:
+            if self.forwards in self.fail_at:
+                raise ModelError(f"forward {self.forwards} fails by script: start again from 0")
+            return [self._run(work) for work in batch]
+        except ModelError:
             for work in batch:
                 self.free(work.slot)
-            raise ModelError(f"forward {self.forwards} fails by script: start its sessions again")
-        return [self._run(work) for work in batch]
+            raise
 
     def close(self) -> None:
         for sequence in self._slots:

@@ -38,12 +38,16 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
     Leaves the model set to attention ``NAME``. Raises ModelError for a model whose attention, or
     whose memory of past tokens, is of a kind that the packed batch cannot give back exactly.
     """
+    kind = type(model).__name__
+    if getattr(model, "_is_stateful", False):
+        # What such a layer remembers of rejected tokens cannot be cut off again.
+        raise ModelError(f"{kind} remembers past tokens in a state beside attention: {_MEND}")
     AttentionInterface.register(NAME, _probe_attention)
     AttentionMaskInterface.register(NAME, _probe_mask)
     try:
         model.set_attn_implementation(NAME)
     except ValueError as exc:
-        raise ModelError(f"{type(model).__name__} has attention of its own: {_MEND}") from exc
+        raise ModelError(f"{kind} has attention of its own: {_MEND}") from exc
     record = _Record()
     device = model.device
     model(
@@ -56,8 +60,8 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
     count = model.config.get_text_config().num_hidden_layers
     if sorted(record.layers) != list(range(count)):
         raise ModelError(
-            f"{type(model).__name__} has {count} layers, {len(record.layers)} of them with the "
-            f"usual attention: {_MEND}"
+            f"{kind} has {count} layers, {len(record.layers)} of them with the usual attention: "
+            f"{_MEND}"
         )
     return [record.layers[index] for index in range(count)]
 

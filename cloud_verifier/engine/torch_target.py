@@ -75,14 +75,14 @@ class TorchTarget:
         self._model.train(False).requires_grad_(False)
         self._device, self._dtype = model.device, model.dtype
         with torch.inference_mode():
-            self._layers = torch_probe.find_layers(model)
+            self.layers = torch_probe.find_layers(model)
             self._masks = Masks(self._dtype, self._device)
-            width = sum(layer.width for layer in self._layers)
+            width = sum(layer.width for layer in self.layers)
             self._slots: SlotTable[KeyValues] = SlotTable(
                 max_slots=max_slots,
                 context=self.context,
                 bytes_per_token=width * self._dtype.itemsize,
-                make=lambda capacity: KeyValues(self._layers, capacity, self._dtype, self._device),
+                make=lambda capacity: KeyValues(self.layers, capacity, self._dtype, self._device),
                 move=KeyValues.copy_to,
             )
             tokens, expected = self._reference()
@@ -193,7 +193,7 @@ class TorchTarget:
             ids += work.tokens
             positions += range(work.keep, end)
             asked += range(start + count - work.choices, start + count)
-        step = Step(segments, self._masks, self._layers)
+        step = Step(segments, self._masks, self.layers)
         filler = max(step.rows_needed(), torch_linear.MIN_ROWS) - len(ids)
         rows = self._run(ids + [0] * filler, positions + [0] * filler, asked, step)
         for work in batch:
