@@ -43,7 +43,8 @@ class LlamaText:
         self._bos = _token(lib.llama_vocab_bos(vocab))
         self._add_bos = bool(lib.llama_vocab_get_add_bos(vocab))
         eos = _token(lib.llama_vocab_eos(vocab))
-        ends = {eos, _token(lib.llama_vocab_eot(vocab))} - {None}
+        eot = _token(lib.llama_vocab_eot(vocab))
+        ends = {token for token in (eos, eot) if token is not None}
         suspected = [
             token
             for token, ends_text in enumerate(

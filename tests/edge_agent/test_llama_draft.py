@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -106,6 +107,19 @@ class TestFiles:
             "sys.exit(', '.join(heavy) or 0)"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
+
+    @pytest.mark.parametrize("chosen", [None, "active"])
+    def test_the_environment_is_left_alone(
+        self, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+    ) -> None:
+        monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+        if chosen is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        else:
+            monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+        with llama_draft._patient_openmp():
+            assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")
+        assert os.environ.get("OMP_WAIT_POLICY") == chosen
 
 
 class TestSettings:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from broker.errors import ConfigError, LocalProtocolError
 from cloud_verifier.engine.prepare import prepare_target
 from edge_agent.llama_draft import LlamaDraftModel
-from edge_agent.llama_text import MAX_TEXT_BYTES, LlamaText
+from edge_agent.llama_text import MAX_TEXT_BYTES, LlamaText, _count_tokens
 from edge_agent.text import ChatTemplate, Detokenizer, with_one_bos
 from tests.draft_models import draft_file, draft_model
 
@@ -194,3 +194,17 @@ def test_a_closed_model_has_no_text() -> None:
     for call in (lambda: text.piece(5), lambda: text.encode_prompt("a")):
         with pytest.raises(LocalProtocolError):
             call()
+
+
+@pytest.mark.parametrize(
+    ("texts", "count"),
+    [
+        (["a", "b", "[PAD2]", "[PAD3]"], 2),
+        (["a", "", "c", "", "[PAD4]"], 3),
+        (["a", "[PAD7]"], 2),  # a token that only looks like padding
+        (["a", "b"], 2),
+        ([], 0),
+    ],
+)
+def test_padding_is_no_part_of_the_vocabulary(texts: list[str], count: int) -> None:
+    assert _count_tokens(texts) == count
