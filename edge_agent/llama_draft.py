@@ -159,9 +159,7 @@ class LlamaDraftModel:
         lib = self._lib
         trained = int(lib.llama_model_n_ctx_train(self._model)) or DEFAULT_CONTEXT
         self.context = min(context or DEFAULT_CONTEXT, trained)
-        vocab = lib.llama_model_get_vocab(self._model)
-        template = lib.llama_model_chat_template(self._model, None)
-        self.text = LlamaText(lib, vocab, template.decode("utf-8", "replace") if template else None)
+        self.text = LlamaText(lib, self._model)
         self.vocab_size = self.text.vocab_size
         self.vocab_hash = self.text.vocab_hash
         self.eos_ids = self.text.eos_ids

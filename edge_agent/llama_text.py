@@ -19,6 +19,7 @@ MAX_TEXT_BYTES = 1 << 20
 
 _PIECE_BYTES = 128
 _USER_DEFINED = 1 << 4  # LLAMA_TOKEN_ATTR_USER_DEFINED
+_SENTENCEPIECE = 1  # LLAMA_VOCAB_TYPE_SPM
 
 
 class LlamaText:
@@ -30,8 +31,9 @@ class LlamaText:
     (SentencePiece); see ``Detokenizer``.
     """
 
-    def __init__(self, lib: Any, vocab: int, template: str | None) -> None:
+    def __init__(self, lib: Any, model: int) -> None:
         self._lib = lib
+        vocab = lib.llama_model_get_vocab(model)
         self._vocab: int | None = vocab
         self.rows = int(lib.llama_vocab_n_tokens(vocab))
         texts = [
@@ -58,13 +60,20 @@ class LlamaText:
             token for token in suspected if lib.llama_vocab_get_attr(vocab, token) & _USER_DEFINED
         )
         self.eos_ids = frozenset(ends | set(suspected)) - self._ordinary
+        self.adds_space_prefix = (
+            lib.llama_vocab_type(vocab) == _SENTENCEPIECE
+            and _metadata(lib, model, b"tokenizer.ggml.add_space_prefix") != b"false"
+        )
         named = {
             "bos_token": self._bos,
             "eos_token": eos,
             "pad_token": _token(lib.llama_vocab_pad(vocab)),
         }
         special = {name: texts[token] for name, token in named.items() if token is not None}
-        self._template = ChatTemplate(template, special) if template else None
+        template = lib.llama_model_chat_template(model, None)
+        self._template = (
+            ChatTemplate(template.decode("utf-8", "replace"), special) if template else None
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -122,6 +131,13 @@ class LlamaText:
         if self._vocab is None:
             raise LocalProtocolError("the draft model is closed")
         return self._vocab
+
+
+def _metadata(lib: Any, model: int, key: bytes) -> bytes | None:
+    # A short value of the GGUF's metadata, None where it is absent.
+    buffer = ctypes.create_string_buffer(_PIECE_BYTES)
+    length = lib.llama_model_meta_val_str(model, key, buffer, len(buffer))
+    return buffer.value if length >= 0 else None
 
 
 def _token(value: int) -> int | None:

@@ -62,9 +62,11 @@ CHATS = [
 ]
 
 
-# A space beside a written-out U+2581 is left out: SentencePiece's own spelling of a space makes the
-# two look alike to transformers.
-ANY_TEXT = st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=60)
+# Left out: code points that no Unicode version assigns, whose class the two libraries guess
+# differently, and a written-out U+2581, which transformers cannot tell from a space.
+ANY_TEXT = st.text(
+    st.characters(exclude_characters="▁", exclude_categories=["Cs", "Cn", "Co"]), max_size=60
+)
 
 
 @lru_cache(maxsize=2)
@@ -101,7 +103,9 @@ def test_plain_text(text: LlamaText, tokenizer: Any, sample: str) -> None:
     assert joined == decode(tokenizer, ids)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(sample=ANY_TEXT)
 def test_any_text(text: LlamaText, tokenizer: Any, sample: str) -> None:
     ids = text.encode_prompt(sample)
@@ -171,6 +175,11 @@ def test_no_template() -> None:
 def test_control_tokens_have_no_text(text: LlamaText) -> None:
     for token in draft_model("smollm2").eos_ids if text.vocab_size == 49152 else (0, 1, 2, 106):
         assert text.piece(token) == b""
+
+
+def test_answers_begin_without_a_space_of_the_tokenizer(text: LlamaText) -> None:
+    """smollm2 is no SentencePiece vocabulary, and gemma3's file turns the space off."""
+    assert not text.adds_space_prefix
 
 
 def test_ids_outside_the_vocabulary(text: LlamaText) -> None:
