@@ -18,7 +18,7 @@ import enum
 from collections import deque
 from typing import NamedTuple
 
-from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError, TransportError
+from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError
 from broker.errors import Refused as RefusedError
 from broker.messages import (
     CLOSED_ERROR,
@@ -36,6 +36,7 @@ from broker.messages import (
     Verdict,
     VerifierMessage,
 )
+from edge_agent.core.attachment import Attachment, Next, refused_error
 from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
 from edge_agent.core.effects import (
     SOURCE_ACCEPTED,
@@ -47,14 +48,9 @@ from edge_agent.core.effects import (
     Effect,
     Finished,
 )
-from edge_agent.core.timing import ResponseTimer, Timing
+from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds, Trigger
 from edge_agent.core.window import APPLIED, DUPLICATE, GAP, DraftWindow
-
-#: Times the verifier may say "the target failed on this session" before the edge believes it.
-MAX_ERRORS = 3
-#: Attachments without one committed token before the cloud counts as unreachable.
-MAX_FRUITLESS = 8
 
 
 class State(enum.Enum):
@@ -85,26 +81,16 @@ class EdgeSession:
         self.timing = timing or Timing()
         self.trigger = Trigger(thresholds or Thresholds())
         self.stats = EdgeStats()
-        self.verifier: str | None = None
-        self.attach = 0
         self.finish: str | None = None
         self._window = DraftWindow(config.prompt)
         self._state = State.LOCAL if config.local == LOCAL_ONLY else State.OPENING
-        self._connected = False
+        self._at = Attachment(self.timing, now)
         self._limit = config.max_tokens
         self._eager = config.verify == VERIFY_EAGER
         self._draft_broken = False
         self._asked: int | None = None  # judge up to here: the outstanding NAV request
         self._asked_at = 0.0
         self._clean_sample = False  # the outstanding request was neither repeated nor joined
-        self._response = ResponseTimer(self.timing)
-        self._deadline: float | None = None  # of the answer waited for
-        self._silent = 0  # time-outs since the last sign of life
-        self._alive_at = now  # of the last sign of life, or of the wait's beginning
-        self._open_tries = 0
-        self._errors = 0
-        self._fruitless = 0
-        self._refusal: Refused | None = None
         self._resync_at: tuple[int, float] = (-1, 0.0)
         self._outbox: deque[Outgoing] = deque()
         self._effects: deque[Commit | Finished] = deque()
@@ -116,6 +102,15 @@ class EdgeSession:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def verifier(self) -> str | None:
+        """The replica that has the session; None while none has."""
+        return self._at.verifier
+
+    @property
+    def attach(self) -> int:
+        return self._at.attach
 
     @property
     def committed(self) -> list[int]:
@@ -131,7 +126,7 @@ class EdgeSession:
     def _waiting(self) -> bool:
         """Whether a silence of ``offline_after`` means that the cloud is out of reach."""
         if self._state is State.ACTIVE:
-            return self.awaiting or not self._connected
+            return self.awaiting or not self._at.connected
         return self._state is State.OPENING
 
     def get_timer(self) -> float | None:
@@ -139,10 +134,10 @@ class EdgeSession:
         if self._state is State.DONE or self.config.local == LOCAL_ONLY:
             return None
         times = []
-        if self._deadline is not None and self._connected:
-            times.append(self._deadline)
+        if self._at.deadline is not None and self._at.connected:
+            times.append(self._at.deadline)
         if self._waiting:
-            times.append(self._alive_at + self.timing.offline_after)
+            times.append(self._at.offline_at)
         return min(times, default=None)
 
     def messages_to_send(self, now: float) -> list[Outgoing]:
@@ -166,14 +161,14 @@ class EdgeSession:
 
     def set_connected(self, connected: bool, now: float) -> None:
         """The link to the broker came up or went down."""
-        if connected == self._connected or self._state is State.DONE:
+        if connected == self._at.connected or self._state is State.DONE:
             return
         if not connected:
             if not self._waiting:
-                self._alive_at = now
-            self._connected = False
+                self._at.begin_wait(now)
+            self._at.connected = False
             return
-        self._connected = True
+        self._at.connected = True
         # Whatever was on the old connection is gone: ask at once instead of waiting for a timer.
         if self._state is State.ACTIVE:
             if self._asked is not None:
@@ -217,7 +212,7 @@ class EdgeSession:
 
     def link_failed(self, error: PipesdError, now: float) -> None:
         """The transport gave up for good: an error, unless going on alone is allowed."""
-        self._connected = False
+        self._at.connected = False
         if self._state is State.DONE or self._state is State.LOCAL:
             return
         if self.config.local == LOCAL_FORBID:
@@ -235,19 +230,18 @@ class EdgeSession:
         timer = self.get_timer()
         if timer is None or now < timer:
             return
-        if self._waiting and now >= self._alive_at + self.timing.offline_after:
+        if self._waiting and now >= self._at.offline_at:
             self._give_up(now)
             return
-        self._deadline = None
+        self._at.deadline = None
         self.stats.timeouts += 1
         if self._state is not State.ACTIVE:
             self._open(now)
             return
-        self._silent += 1
-        if self._silent > self.timing.silent_timers:
+        if self._at.answer_overdue():
             self._reopen(now)
         else:
-            self._response.back_off()
+            self._at.response.back_off()
             self._repeat(now)
 
     def receive(self, message: VerifierMessage, now: float) -> None:
@@ -265,26 +259,22 @@ class EdgeSession:
         elif self._state is not State.ACTIVE:
             self.stats.unexpected += 1
         elif isinstance(message, Closed):
-            self._sign_of_life(now)
+            self._at.sign_of_life(now)
             self._on_closed(message, now)
         elif isinstance(message, Verdict):
-            self._sign_of_life(now)
+            self._at.sign_of_life(now)
             self._on_verdict(message, now)
         else:
-            self._sign_of_life(now)
+            self._at.sign_of_life(now)
             self._on_resync(message)
 
     # -- attaching ------------------------------------------------------------------------------
 
     def _open(self, now: float) -> None:
-        if self._open_tries == 0:
-            self.attach += 1
-        wait = self.timing.open_timeout * 2 ** min(self._open_tries, 5)
-        self._open_tries += 1
-        self._deadline = now + min(wait, self.timing.max_timeout)
-        if self._connected:
+        attach = self._at.open(now)
+        if self._at.connected:
             message = SessionOpen(
-                attach=self.attach,
+                attach=attach,
                 prompt=self.config.prompt,
                 committed=tuple(self.committed),
                 sampling=self.config.sampling,
@@ -297,25 +287,15 @@ class EdgeSession:
     def _reopen(self, now: float) -> None:
         """Attach to whichever replica answers; drafts stay, they are as good as before."""
         if not self._waiting:
-            self._alive_at = now
+            self._at.begin_wait(now)
         self.stats.reopens += 1
-        self._fruitless += 1
-        self._detach()
-        self._state = State.OPENING
-        if self._fruitless > MAX_FRUITLESS:
-            self._give_up(now)
-        elif self._fruitless > 2:
-            # It takes the session and loses it again: do not keep it busy with that.
-            self._deadline = now + self.timing.open_timeout * 2 ** (self._fruitless - 3)
-        else:
-            self._open(now)
-
-    def _detach(self) -> None:
-        self.verifier = None
-        self._open_tries = 0
-        self._silent = 0
         self._asked = None
-        self._response = ResponseTimer(self.timing)
+        self._state = State.OPENING
+        step = self._at.lost(now)
+        if step is Next.GIVE_UP:
+            self._give_up(now)
+        elif step is Next.OPEN:
+            self._open(now)
 
     def _on_accepted(self, message: Accepted, now: float) -> None:
         if self._state is State.ACTIVE:
@@ -325,12 +305,8 @@ class EdgeSession:
                 self._outbox.append(Outgoing(message.verifier, Close(self.attach)))
             return
         self._state = State.ACTIVE
-        self.verifier = message.verifier
-        self._sign_of_life(now)
-        self._refusal = None
-        self._open_tries = 0
+        self._at.accepted(message.verifier, now)
         self._limit = min(self.config.max_tokens, message.limit)
-        self._deadline = None
         self._window.new_verifier()
         self.trigger.reset()
         if self._window.draft:
@@ -341,45 +317,32 @@ class EdgeSession:
             self.stats.unexpected += 1
             return
         self.stats.refusals += 1
-        self._open_tries = 0
         if message.retry_after > 0.0:
-            self._refusal = message
-            self._deadline = now + message.retry_after
-        elif self._state is State.LOCAL:
-            self._deadline = None  # it goes on alone as before, and asks no more
-        else:
-            self.fail(_refused(message))
+            self._at.busy(message, now)
+            return
+        self._at.refused()
+        if self._state is not State.LOCAL:  # there it goes on alone as before, and asks no more
+            self.fail(refused_error(message))
 
     def _on_closed(self, message: Closed, now: float) -> None:
         if message.reason == CLOSED_TOKEN:
             error = "the verifier's vocabulary lacks a drafted token: use a draft of its family"
             self.fail(RefusedError(error, message.reason))
             return
-        if message.reason == CLOSED_ERROR:
-            self._errors += 1
-            if self._errors >= MAX_ERRORS:
-                self.fail(ModelError("the target failed on this session: see the verifier's log"))
-                return
+        if message.reason == CLOSED_ERROR and self._at.target_failed():
+            self.fail(ModelError("the target failed on this session: see the verifier's log"))
+            return
         self._reopen(now)
 
     def _give_up(self, now: float) -> None:
         if self.config.local == LOCAL_FORBID:
-            if self._refusal is not None:
-                self.fail(_refused(self._refusal))
-                return
-            waited = round(now - self._alive_at, 1)
-            if self._fruitless > MAX_FRUITLESS:
-                cause = f"{self._fruitless} attachments brought no token: see the verifier's log"
-            elif self._connected:
-                cause = f"the broker is there but no verifier answered for {waited} s: start one"
-            else:
-                cause = f"no connection to the broker for {waited} s: start it or check --broker"
-            self.fail(TransportError(f"{cause}, or allow local mode (--local allow)"))
+            self.fail(self._at.why_given_up(now))
             return
         self._go_local(now)
 
     def _go_local(self, now: float) -> None:
-        self._detach()
+        self._at.detach()
+        self._asked = None
         self._state = State.LOCAL
         for token in self._window.clear_draft():
             self._commit_local(token)
@@ -388,10 +351,6 @@ class EdgeSession:
             self._open(now)
 
     # -- verdicts -------------------------------------------------------------------------------
-
-    def _sign_of_life(self, now: float) -> None:
-        self._alive_at = now
-        self._silent = 0
 
     def _on_verdict(self, verdict: Verdict, now: float) -> None:
         end = verdict.start + len(verdict.tokens)
@@ -410,13 +369,11 @@ class EdgeSession:
                 self.stats.contradictions += 1
                 self._reopen(now)
             return
-        self._fruitless = 0
-        self._errors = 0
-        self._response.answered()
+        self._at.progress()
         if outcome.lost is not None:
             self.stats.rolled_back += outcome.lost
             self._asked = None
-            self._deadline = None
+            self._at.deadline = None
             self.trigger.reset()
         accepted, own = outcome.accepted, len(outcome.fresh) - outcome.accepted
         self.stats.count_verdict(verdict, accepted, own)
@@ -426,11 +383,11 @@ class EdgeSession:
             self._end(verdict.finish, None)
         elif self._asked is not None and end > self._asked:
             if self._clean_sample:
-                self._response.sample(now - self._asked_at)
+                self._at.response.sample(now - self._asked_at)
             self._asked = None
-            self._deadline = None
+            self._at.deadline = None
         elif self._asked is not None:
-            self._deadline = now + self._response.timeout
+            self._at.expect_answer(now)
 
     def _on_resync(self, message: Resync) -> None:
         """The verifier lacks something of the draft, or lacks nothing and says that it lives."""
@@ -442,14 +399,14 @@ class EdgeSession:
             self._window.resend_from(message.have)
         if self._asked is not None and self._window.has_unsent:
             # Something was lost, so the long waits of a busy verifier are out of place.
-            self._response.answered()
+            self._at.response.answered()
             self._repeat_draft()
 
     # -- sending --------------------------------------------------------------------------------
 
     def _pump(self, now: float) -> None:
         """Send what is drafted; ask where nothing else would ever bring a verdict."""
-        if self._state is not State.ACTIVE or not self._connected:
+        if self._state is not State.ACTIVE or not self._at.connected:
             return
         if self._asked is None and not self._window.drafting and not self._may_draft():
             self.stats.count_trigger("end")
@@ -467,8 +424,8 @@ class EdgeSession:
         if self._asked is None:
             self._asked_at = now
             if not self._waiting:
-                self._alive_at = now
-            self._deadline = now + self._response.timeout
+                self._at.begin_wait(now)
+            self._at.expect_answer(now)
         self._asked = self._window.position
         self._send_draft(verify=True)
 
@@ -495,11 +452,11 @@ class EdgeSession:
         have = len(self.committed)
         if only_once and self._resync_at[0] == have and now < self._resync_at[1]:
             return
-        self._resync_at = (have, now + self._response.timeout)
+        self._resync_at = (have, now + self._at.response.timeout)
         self._clean_sample = False
         self.stats.resyncs += 1
         if self._asked is not None:
-            self._deadline = now + self._response.timeout
+            self._at.expect_answer(now)
         message = Resync(self.attach, self._window.epoch, have)
         self._outbox.append(Outgoing(self.verifier, message))
 
@@ -555,11 +512,5 @@ class EdgeSession:
         self._state = State.DONE
         self.finish = reason
         self._asked = None
-        self._deadline = None
+        self._at.deadline = None
         self._effects.append(Finished(reason, error))
-
-
-def _refused(message: Refused) -> RefusedError:
-    detail = f": {message.detail}" if message.detail else ""
-    text = f"the verifier refused the session ({message.reason}){detail}"
-    return RefusedError(text, message.reason, message.retry_after)

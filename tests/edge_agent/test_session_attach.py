@@ -27,8 +27,9 @@ from broker.messages import (
     Verdict,
 )
 from broker.sampling import Sampling
+from edge_agent.core.attachment import MAX_ERRORS, MAX_FRUITLESS
 from edge_agent.core.effects import SOURCE_LOCAL, Commit, DraftNext, Finished
-from edge_agent.core.session import MAX_ERRORS, MAX_FRUITLESS, State
+from edge_agent.core.session import State
 from edge_agent.core.timing import Timing
 from tests.edge_agent.hand import EOS, OFTEN, PROMPT, Hand, config, opened
 
