@@ -136,14 +136,24 @@ class Protocol(RuleBasedStateMachine):
         """The edge's connection dies, or comes back."""
         self._cut(f"d{which}", back)
 
-    @rule(which=st.integers(0, 1), back=st.booleans())
-    def cut_verifier(self, which, back) -> None:
-        """The verifier's connection dies, which its will tells to everybody, or comes back."""
-        if back or self._trouble():
-            self._cut(f"v{which + 1}", back)
+    @rule(
+        which=st.integers(0, 1),
+        back=st.booleans(),
+        will_delay=st.sampled_from([0.0, 0.2, 5.0, 1e6]),
+    )
+    def cut_verifier(self, which, back, will_delay) -> None:
+        """The verifier's connection dies, or comes back; its will is told at once, late or never.
 
-    def _cut(self, name: str, back: bool) -> None:
-        (self.world.broker.restore if back else self.world.broker.cut)(name)
+        A late one may come when the verifier is back already.
+        """
+        if back or self._trouble():
+            self._cut(f"v{which + 1}", back, will_delay)
+
+    def _cut(self, name: str, back: bool, will_delay: float = 0.0) -> None:
+        if back:
+            self.world.broker.restore(name)
+        else:
+            self.world.broker.cut(name, will_delay)
 
     @rule(which=st.integers(0, 1), how=st.sampled_from(["die", "restart", "fail"]))
     def verifier_trouble(self, which, how) -> None:
