@@ -1,3 +1,3 @@
-"""What both halves of a session agree on, and what carries it: messages, noise, topics, transports."""
+"""What both halves of a session agree on, and what carries it."""
 
 __version__ = "0.1.0"
