@@ -82,7 +82,7 @@ def read_messages(path: str) -> list[dict[str, str]]:
         cause = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise ConfigError(f"cannot read --messages {path}: {cause}") from None
     try:
-        messages: Any = json.loads(raw)
+        messages: list[dict[str, str]] = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--messages {path} is no JSON: {error}") from None
     good = (

@@ -25,7 +25,8 @@ def _environment(threads: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_PREFIX) or name in _SHARED
     }
-    return {**ours, "OMP_NUM_THREADS": str(threads)}
+    # Threads that spin while they wait take the cores from the drafts on the same machine.
+    return {"OMP_WAIT_POLICY": "passive", **ours, "OMP_NUM_THREADS": str(threads)}
 
 
 class Child:
@@ -96,8 +97,9 @@ class Child:
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-        for action in (lambda: None, process.terminate, process.kill):
-            action()
+        for action in (None, process.terminate, process.kill):
+            if action is not None:
+                action()
             try:
                 process.wait(timeout)
                 break

@@ -34,6 +34,7 @@ from edge_agent.text import StopMatcher
 if TYPE_CHECKING:
     from broker.transport import Transport
     from edge_agent.llama_draft import LlamaDraftModel
+    from edge_agent.llama_text import LlamaText
     from edge_agent.runtime import Request
 
 PROGRAM = "edge-agent"
@@ -208,6 +209,12 @@ def encode_prompt(args: argparse.Namespace, text: TextModel) -> tuple[int, ...]:
     return tuple(text.encode_chat([{"role": "user", "content": args.prompt}]))
 
 
+def strips_space(args: argparse.Namespace, text: LlamaText) -> bool:
+    """Whether the answer's first word brings a space that is not part of it (SentencePiece)."""
+    chat = args.messages is not None or (text.has_chat_template and not args.raw)
+    return chat and text.adds_space_prefix
+
+
 def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
     """Raises ConfigError for values that cannot be."""
     from edge_agent.runtime import Request
@@ -253,7 +260,12 @@ def generate(args: argparse.Namespace) -> int:
         agent = Agent(transport, draft, device)
         agent.start()
         try:
-            summary = show.generation(agent.generate(request), draft.text, args.stop)
+            summary = show.generation(
+                agent.generate(request),
+                draft.text,
+                args.stop,
+                strip_leading_space=strips_space(args, draft.text),
+            )
         finally:
             agent.stop()
         show.summary(summary)

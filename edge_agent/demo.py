@@ -28,7 +28,7 @@ READY_TIMEOUT = 1800.0
 
 def run_demo(args: argparse.Namespace) -> int:
     """``edge-agent demo``. Raises PipesdError; children are ended in any case."""
-    from edge_agent.cli import encode_prompt, load_draft, request_from
+    from edge_agent.cli import encode_prompt, load_draft, request_from, strips_space
 
     show = Show(json_only=args.json)
     cores = usable_cores()
@@ -62,7 +62,12 @@ def run_demo(args: argparse.Namespace) -> int:
             f"{broker.url}, ready after {time.monotonic() - begin:.1f} s"
         )
         request: Request = request_from(args, prompt)
-        summary = show.generation(agent.generate(request), draft.text, args.stop)
+        summary = show.generation(
+            agent.generate(request),
+            draft.text,
+            args.stop,
+            strip_leading_space=strips_space(args, draft.text),
+        )
         alone = None
         if not args.no_alone:
             verifier.stop()  # its cores are wanted for the comparison
