@@ -1,0 +1,1 @@
+"""What measures policies against each other: emulated links and devices."""
