@@ -57,7 +57,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def sampling_from(args: argparse.Namespace) -> Sampling:
     """Raises ConfigError for values outside their range."""
     if not 1 <= args.max_tokens <= MAX_POSITION:
-        raise ConfigError(f"--max-tokens {args.max_tokens} is below 1: ask for at least one token")
+        limits = f"outside 1 to {MAX_POSITION}"
+        raise ConfigError(f"--max-tokens {args.max_tokens} is {limits}: ask for at least one token")
     return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
 
 

@@ -170,7 +170,8 @@ class MqttDriver:
                 break
             if loss.fatal:
                 self._ended = loss.reason
-                log.error("%s: %s; giving up", self._settings.url, loss.reason)
+                # Not louder: the event goes to somebody who has to answer it, and says it there.
+                log.info("%s: %s; giving up", self._settings.url, loss.reason)
                 self._tell(ConnectionState.FAILED, loss)
                 break
             self._tell_outage(loss)

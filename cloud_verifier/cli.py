@@ -111,8 +111,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="debug messages and traces")
 
 
-def load_target(args: argparse.Namespace) -> tuple[TorchTarget, str]:
-    """The target that the flags name, and its directory or hub id.
+def find_target(args: argparse.Namespace) -> str:
+    """The directory or hub id of the target that the flags name, prepared where need be.
 
     Raises ConfigError or ModelError.
     """
@@ -122,13 +122,21 @@ def load_target(args: argparse.Namespace) -> tuple[TorchTarget, str]:
         raise ConfigError("--slots is at least 1 and --context at least 2")
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} is below 1: leave it out for all cores")
+    from cloud_verifier.engine.prepare import resolve_target
+
+    return resolve_target(args.target, args.pair)
+
+
+def load_target(args: argparse.Namespace, source: str) -> TorchTarget:
+    """The target that lies in ``source``, with the settings of the flags.
+
+    Raises ConfigError or ModelError.
+    """
     try:
-        from cloud_verifier.engine.prepare import resolve_target
         from cloud_verifier.engine.torch_target import TorchTarget
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'pipesd[cloud]'") from None
-    source = resolve_target(args.target, args.pair)
-    target = TorchTarget.load(
+        raise _not_installed(error) from None
+    return TorchTarget.load(
         source,
         dtype=args.dtype,
         device=args.device,
@@ -136,7 +144,10 @@ def load_target(args: argparse.Namespace) -> tuple[TorchTarget, str]:
         max_slots=args.slots,
         threads=args.threads,
     )
-    return target, source
+
+
+def _not_installed(error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"{error.name} is not installed: pip install 'pipesd[cloud]'")
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -149,7 +160,7 @@ def serve(args: argparse.Namespace) -> int:
     broker_settings(args, f"verifier-{verifier}", None)  # wrong usage before a minute of loading
     if args.until_eof:
         _end_at_eof()
-    target, _ = load_target(args)
+    target = load_target(args, find_target(args))
     config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
     will = status_will(verifier, online_status(config, target.name))
     settings = broker_settings(args, f"verifier-{verifier}", will)
@@ -217,7 +228,7 @@ def _read_ids(args: argparse.Namespace) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _encode(args: argparse.Namespace, text: TargetText) -> tuple[int, ...]:
+def _prompt(args: argparse.Namespace, text: TargetText) -> tuple[int, ...]:
     """The prompt's token ids, by the chat template where the model has one."""
     if args.messages is not None:
         return tuple(text.encode_chat(read_messages(args.messages)))
@@ -235,12 +246,16 @@ def generate(args: argparse.Namespace) -> int:
         ids = _read_ids(args)
     if args.until_eof:
         _end_at_eof()
-    target, source = load_target(args)
+    source = find_target(args)
     try:
         from cloud_verifier.engine.torch_text import TargetText
 
         words = TargetText(source)
-        prompt = _encode(args, words) if ids is None else ids
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from None
+    prompt = _prompt(args, words) if ids is None else ids  # wrong input before a minute of loading
+    target = load_target(args, source)
+    try:
         if prompt and max(prompt) >= target.vocab_size:
             top = f"ids go from 0 to {target.vocab_size - 1}"
             raise ConfigError(f"--prompt-ids: token {max(prompt)} is beyond the target: {top}")

@@ -17,7 +17,7 @@ from broker.codec import encode
 from broker.errors import ModelError, TransportError
 from broker.messages import VerifierStatus
 from broker.topics import OPEN_SHARED, up_filter, verifier_status_topic
-from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
+from broker.transport import ConnectionEvent, Message, Transport, Will
 from cloud_verifier.core.verifier import Forward, VerifierConfig, VerifierCore
 from cloud_verifier.engine.target import Target, Work
 from cloud_verifier.wire import feed, publications
@@ -126,8 +126,6 @@ class VerifierRuntime:
             self._work.notify()
 
     def _on_connection(self, event: ConnectionEvent) -> None:
-        if event.state is not ConnectionState.CONNECTED:
-            log.warning("broker: %s %s", event.state.value, event.reason)
         if self._on_event is not None:
             self._on_event(event)
 

@@ -74,6 +74,9 @@ class Child:
 
     @property
     def last_line(self) -> str:
+        """Of its standard error; the very last one once it has ended."""
+        if not self.alive:
+            self._reader.join(2.0)
         return self._tail[-1] if self._tail else "it said nothing"
 
     def ask(self, line: str) -> str:

@@ -185,12 +185,17 @@ def default_device_id() -> str:
     return name or "device"
 
 
-def load_draft(args: argparse.Namespace, progress: Callable[[str], None]) -> LlamaDraftModel:
-    """The draft model that the flags name. Raises ConfigError or ModelError."""
+def check_draft_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for values that cannot be."""
     for name in ("threads", "draft_context"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} is below 1: leave it out")
+
+
+def load_draft(args: argparse.Namespace, progress: Callable[[str], None]) -> LlamaDraftModel:
+    """The draft model that the flags name. Raises ConfigError or ModelError."""
+    check_draft_flags(args)
     try:
         from edge_agent.llama_draft import LlamaDraftModel
         from edge_agent.prepare import resolve_draft
@@ -246,6 +251,7 @@ def generate(args: argparse.Namespace) -> int:
     local_only = args.policy == "local"
     device = check_device_id(default_device_id() if args.device_id is None else args.device_id)
     request_from(args, (0,))  # everything that is wrong with the flags, before loading a model
+    check_draft_flags(args)
     check_prompt(args)
     if not local_only:
         broker_settings(args, f"device-{device}", None)
@@ -278,6 +284,7 @@ def demo(args: argparse.Namespace) -> int:
     from edge_agent.demo import run_demo
 
     request_from(args, (0,))
+    check_draft_flags(args)
     if args.prompt is None and args.messages is None:
         args.prompt = DEMO_PROMPT
     check_prompt(args)

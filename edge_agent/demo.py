@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from broker.embedded import EmbeddedBroker
-from broker.errors import ModelError, TransportError
+from broker.errors import ConfigError, ModelError, TransportError
 from broker.mqtt import MqttTransport
 from broker.mqtt_settings import MqttSettings
 from edge_agent.children import Child
@@ -24,6 +24,8 @@ from edge_agent.runtime import Agent, Request, device_will
 DEVICE = "demo"
 #: Seconds until the verifier must be up, preparing its model included.
 READY_TIMEOUT = 1800.0
+#: How the line begins in which a child says why it ends; it becomes part of our own.
+_VERIFIER = "cloud-verifier: "
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def run_demo(args: argparse.Namespace) -> int:
             "cloud_verifier.cli",
             ["serve", "--broker", broker.url, "--id", verifier_id, "--until-eof", *flags],
             threads=target_threads,
-            on_line=show.note,
+            on_line=lambda line: None if line.startswith(_VERIFIER) else show.note(line),
         )
         stack.callback(verifier.stop)
         draft = load_draft(args, show.note)
@@ -80,7 +82,10 @@ def _wait_until_ready(agent: Agent, verifier: Child, verifier_id: str) -> None:
     deadline = time.monotonic() + READY_TIMEOUT
     while verifier_id not in agent.verifiers():
         if not verifier.alive:
-            raise ModelError(f"the verifier ended before it was ready: {verifier.last_line}")
+            line = verifier.last_line.removeprefix(_VERIFIER)
+            if verifier.exit_code == ConfigError.exit_code:
+                raise ConfigError(line)
+            raise ModelError(f"the verifier ended before it was ready: {line}")
         if time.monotonic() > deadline:
             raise TransportError("the verifier was not ready in time: see --verbose")
         time.sleep(0.05)
@@ -109,7 +114,8 @@ def _target_alone(
     try:
         output = child.ask(json.dumps(list(prompt)))
         if child.exit_code != 0:
-            raise ModelError(f"the target alone failed: {child.last_line}")
+            line = child.last_line.removeprefix(_VERIFIER)
+            raise ModelError(f"the target alone failed: {line}")
         report: dict[str, Any] = json.loads(output)
         return report
     finally:

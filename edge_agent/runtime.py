@@ -60,7 +60,10 @@ def device_will(device: str, draft: str) -> Will:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. ``prompt``: token ids; the other fields as in SessionConfig."""
+    """One generation. ``prompt``: token ids; the other fields as in SessionConfig.
+
+    Raises ConfigError when made with values that cannot be.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int = 128
@@ -71,6 +74,27 @@ class Request:
     min_survival: float = DEFAULT_MIN_SURVIVAL
     verify: str = VERIFY_TRIGGERED
     local: str = LOCAL_FORBID
+
+    def __post_init__(self) -> None:
+        self.config("", 1, frozenset(), 1)
+
+    def config(
+        self, vocab_hash: str, vocab_size: int, eos_ids: frozenset[int], context: int
+    ) -> SessionConfig:
+        """The session's configuration with these facts of the draft model."""
+        return SessionConfig(
+            prompt=self.prompt,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            vocab_hash=vocab_hash,
+            vocab_size=vocab_size,
+            eos_ids=eos_ids,
+            context=context,
+            max_ahead=self.max_ahead,
+            min_survival=self.min_survival,
+            verify=self.verify,
+            local=self.local,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +154,10 @@ class Agent:
     def generate(self, request: Request) -> Generation:
         """A generation; nothing happens until it is iterated over.
 
-        Raises ConfigError for a request that cannot be, ModelError when the draft model has no
-        room for another sequence.
+        Raises ModelError when the draft model has no room for another sequence.
         """
         draft = self.draft
-        config = SessionConfig(
-            prompt=request.prompt,
-            sampling=request.sampling,
-            max_tokens=request.max_tokens,
-            vocab_hash=draft.vocab_hash,
-            vocab_size=draft.vocab_size,
-            eos_ids=draft.eos_ids,
-            context=draft.context,
-            max_ahead=request.max_ahead,
-            min_survival=request.min_survival,
-            verify=request.verify,
-            local=request.local,
-        )
+        config = request.config(draft.vocab_hash, draft.vocab_size, draft.eos_ids, draft.context)
         core = EdgeSession(config, request.thresholds, request.timing, self.clock.now())
         generation = Generation(self, secrets.token_hex(8), core, draft.open())
         with self._lock:

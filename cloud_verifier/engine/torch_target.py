@@ -114,6 +114,11 @@ class TorchTarget:
             if threads < 1:
                 raise ConfigError(f"threads {threads} computes nothing: at least 1")
             torch.set_num_threads(threads)
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as exc:  # also for a GPU that is not there
+            cause = " ".join(str(exc).split())[:120]
+            raise ConfigError(f"device {device} is not here ({cause}): give cpu") from None
         directory = resolve_target(path)
         model, tokenizer = _read(directory, path, DTYPES[dtype], device)
         tokens = tokenizer_tokens(tokenizer, model.get_output_embeddings().weight.shape[0])

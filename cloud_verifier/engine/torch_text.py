@@ -32,8 +32,8 @@ class TargetText:
         return bool(self._tokenizer.chat_template)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Plain text to continue, with the model's BOS where it has one."""
-        return [int(token) for token in self._tokenizer(text)["input_ids"]]
+        """Plain text to continue, with the model's BOS where it has one. Raises ConfigError."""
+        return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Messages by the chat template, ready for the answer. Raises ConfigError."""
@@ -46,7 +46,16 @@ class TargetText:
         except Exception as error:  # noqa: BLE001 (a template is a program that may raise anything)
             cause = " ".join(str(error).split())[:200]
             raise ConfigError(f"the chat template rejects the messages: {cause}") from None
-        ids = self._tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        return self._ids(str(text), add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the prompt is no valid Unicode (at character {error.start}); give UTF-8 text"
+            ) from None
+        ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return [int(token) for token in ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
