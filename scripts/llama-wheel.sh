@@ -61,7 +61,7 @@ export CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF \
 progress() {
     local line done next=20
     while IFS= read -r line; do
-        if [[ $line =~ \[([0-9]+)/([0-9]+)\] ]]; then
+        if [[ $line =~ \[([0-9]+)/([0-9]{2,})\] ]]; then
             done=$((100 * BASH_REMATCH[1] / BASH_REMATCH[2]))
         elif [[ $line =~ \[\ *([0-9]+)%\] ]]; then
             done=${BASH_REMATCH[1]}
@@ -79,7 +79,7 @@ progress() {
 # Without pip's cache: this wheel lacks what other projects may want of it (mtmd, for images).
 if ! "$python" -m pip wheel -v --no-deps --no-cache-dir --no-binary llama-cpp-python \
     --wheel-dir "$place" "llama-cpp-python==$version" 2>&1 | tee "$log" | progress; then
-    grep -vE "^ *WARNING: Location '.*' is ignored" "$log" | tail -n 25 >&2
+    grep -E -A 2 'error:|CMake Error|FAILED:|ERROR:' "$log" | head -n 25 >&2 || true
     echo "pipesd: llama-cpp-python $version could not be built; the whole output is in $log" >&2
     exit 1
 fi
