@@ -266,6 +266,38 @@ def test_a_gap_is_answered_at_most_four_times_a_second() -> None:
     assert not held.triggered  # a request behind a gap is not taken
 
 
+def test_a_gap_of_one_is_a_gap() -> None:
+    held = session()
+    draft(held, 0, 1)
+    draft(held, 2, 3, verify=True)
+    assert held.take_messages() == [Resync(1, 1, 1)]
+    assert held._pending == [1]
+
+
+def test_drafts_that_repeat_what_is_committed_add_the_rest() -> None:
+    held = session()
+    draft(held, 0, verify=True)
+    judge(held, 5)
+    draft(held, 0, 5, 6, 7, verify=True, epoch=2)
+    assert held.plan(99) == Plan(3, (5, 6, 7), 2, 3, 1)
+
+
+def test_a_late_copy_of_an_earlier_request_takes_nothing_back() -> None:
+    held = session()
+    draft(held, 0, 1, verify=True)
+    draft(held, 1, 2, 3, verify=True)
+    draft(held, 0, 1, verify=True)
+    judge(held, 1, 2, 9, 9)
+    assert held.committed == [1, 2, 9]
+    held = session()
+    draft(held, 0, 1, verify=True)
+    plan = held.plan(99)
+    draft(held, 1, 2, 3, verify=True)
+    draft(held, 0, 1, verify=True)
+    held.judge(plan, (1, 2), 2.0, 10.0)
+    assert held.triggered  # up to 3 was asked for
+
+
 def test_another_gap_is_answered_at_once() -> None:
     held = session()
     draft(held, 3, 4, verify=True)

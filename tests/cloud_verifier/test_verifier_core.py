@@ -220,6 +220,7 @@ def test_replacing_while_its_forward_runs_trusts_only_what_that_kept() -> None:
     assert hand.held("a").cached == 2
     hand.finish(running)
     assert hand.told_of(Verdict) == []  # nobody is there for the old one's answer
+    assert hand.core.stats.committed == 0
     hand.run()
     ((_, verdict),) = hand.told_of(Verdict)
     assert (verdict.attach, verdict.tokens) == (2, tuple(TEXT[:3]))
@@ -246,6 +247,20 @@ def test_replacing_a_session_without_a_slot() -> None:
     assert hand.held("a").committed == TEXT[:1]
 
 
+def test_replacing_a_finished_session_whose_slot_went_to_another() -> None:
+    """The edge missed the end and opens again."""
+    hand = attached("a", slots=1)
+    hand.ask("a")
+    hand.finish(hand.forward(), choose=lambda sequence: EOS)
+    hand.open("b", prompt=(50, 51, 52, 53))
+    hand.run()
+    hand.open("a", attach=2)
+    assert hand.held("a").cached == 0
+    hand.ask("a", attach=2)
+    hand.run()
+    assert hand.held("a").committed == TEXT[:1]
+
+
 # -- closing and failing ------------------------------------------------------------------------
 
 
@@ -260,6 +275,7 @@ def test_closing_while_its_forward_runs_drops_the_answer_and_frees_the_slot() ->
     assert hand.core.next_effect() is None
     hand.finish(running)
     assert [device for device, _ in hand.told_of(Verdict)] == ["b"]
+    assert hand.core.stats.verdicts == 1
     hand.run()
     assert hand.held("c").committed == TEXT[:1]
 

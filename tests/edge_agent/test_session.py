@@ -183,6 +183,19 @@ def test_a_rejection_rolls_back_and_raises_the_epoch() -> None:
     assert hand.batch() == DraftBatch(1, 2, 2, (6,))
 
 
+def test_a_verdict_that_ends_where_was_asked_leaves_the_request_open() -> None:
+    """The verifier owes one token beyond what was asked for."""
+    hand = opened(OFTEN)
+    hand.draft(1, 2)
+    hand.draft(3, confidence=0.1)
+    hand.sent()
+    hand.verdict(0, [1, 2, 3], accepted=2)
+    assert hand.session.awaiting
+    assert hand.session.get_timer() == pytest.approx(hand.now + 1.0)
+    hand.verdict(3, [4])
+    assert not hand.session.awaiting
+
+
 def test_an_answer_that_a_rollback_overtook_is_dropped() -> None:
     hand = opened(OFTEN)
     hand.draft(1, confidence=0.1)

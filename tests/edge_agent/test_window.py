@@ -119,6 +119,13 @@ def test_the_model_is_fed_the_prompt_once() -> None:
     assert window.next_draft() == DraftNext(2, (1,), 1)
 
 
+def test_after_a_rejection_only_what_was_right_stays_in_the_cache() -> None:
+    """Several committed tokens behind the rejection, as a repeated verdict brings them."""
+    window = window_with((), (1, 2, 3, 4))
+    window.apply(verdict(0, 1, 9, 8, 7, accepted=1))
+    assert window.next_draft() == DraftNext(len(PROMPT) + 1, (9, 8, 7), 4)
+
+
 def test_after_a_failure_the_cache_counts_as_empty() -> None:
     window = window_with((), (1, 2))
     window.abandon(window.next_draft())
