@@ -24,10 +24,12 @@ MAX_BATCH = 1024
 MAX_PROMPT = 131_072
 MAX_DETAIL = 300
 
-#: When the verifier may run a forward: only at a trigger (the paper), or whenever it would idle.
+#: When the verifier may run a forward: only at a trigger (the paper), also whenever it would idle,
+#: or all the time, the target writing alone.
 VERIFY_TRIGGERED = "triggered"
 VERIFY_EAGER = "eager"
-VERIFY_MODES = (VERIFY_TRIGGERED, VERIFY_EAGER)
+VERIFY_STREAM = "stream"
+VERIFY_MODES = (VERIFY_TRIGGERED, VERIFY_EAGER, VERIFY_STREAM)
 
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"

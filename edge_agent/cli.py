@@ -21,11 +21,18 @@ from broker.flags import (
     read_messages,
     sampling_from,
 )
-from broker.messages import VERIFY_MODES, VERIFY_TRIGGERED
+from broker.messages import VERIFY_EAGER, VERIFY_TRIGGERED
 from broker.pairs import PAIRS, SOURCE_QUANT
 from broker.settings import Parser, add_config_flag, parse
 from broker.topics import check_device_id
-from edge_agent.core.config import DEFAULT_MIN_SURVIVAL, LOCAL_FORBID, LOCAL_MODES, LOCAL_ONLY
+from edge_agent.core.config import (
+    DEFAULT_MAX_AHEAD,
+    DEFAULT_MIN_SURVIVAL,
+    LOCAL_FORBID,
+    LOCAL_MODES,
+    LOCAL_ONLY,
+)
+from edge_agent.core.policies import POLICIES, find_policy
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import DEFAULT_R1, DEFAULT_R2, Thresholds
 from edge_agent.draft import TextModel
@@ -39,8 +46,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "edge-agent"
 DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
-#: ``pipesd``: the paper's. ``local``: the draft alone, nothing leaves the device.
-POLICIES = ("pipesd", "local")
 DRAFT_QUANTS = ("q2_k", "q3_k_m", SOURCE_QUANT)
 
 
@@ -80,12 +85,6 @@ def build_parser() -> argparse.ArgumentParser:
     add_prompt_flags(generate)
     add_sampling_flags(generate)
     _add_draft_flags(generate)
-    generate.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default="pipesd",
-        help="pipesd (default), or local: the draft model alone, nothing leaves the device",
-    )
     _add_session_flags(generate)
     generate.add_argument(
         "--local",
@@ -134,40 +133,52 @@ def _add_session_flags(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="T", help="end before this text; repeatable"
     )
     group.add_argument(
+        "--policy",
+        choices=tuple(POLICIES),
+        default="pipesd",
+        help="when to ask and to draft on: pipesd (default), vanilla, hsl or edgellm; cloud: the "
+        "target alone, streamed; local: the draft alone, nothing leaves the device",
+    )
+    group.add_argument(
         "--r1",
         type=float,
-        default=DEFAULT_R1,
+        default=None,
         metavar="F",
-        help=f"ask for a verdict when the product of confidences falls to F ({DEFAULT_R1})",
+        help=f"ask for a verdict when the product of confidences falls to F ({DEFAULT_R1}, or "
+        "the policy's)",
     )
     group.add_argument(
         "--r2",
         type=float,
-        default=DEFAULT_R2,
+        default=None,
         metavar="F",
-        help=f"ask for a verdict when one confidence falls to F ({DEFAULT_R2})",
+        help=f"ask for a verdict when one confidence falls to F ({DEFAULT_R2}, or the policy's)",
     )
     group.add_argument(
         "--window",
         type=int,
-        default=16,
+        default=None,
         metavar="N",
-        help="ask after N drafted tokens at most (16)",
+        help="ask after N drafted tokens at most (16, or the policy's)",
     )
     group.add_argument(
-        "--max-ahead", type=int, default=24, metavar="N", help="most unverified tokens (24)"
+        "--max-ahead",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"most unverified tokens ({DEFAULT_MAX_AHEAD}, or the policy's)",
     )
     group.add_argument(
         "--min-survival",
         type=float,
-        default=DEFAULT_MIN_SURVIVAL,
+        default=None,
         metavar="F",
         help="pause drafting while a verdict is awaited and the chance of the whole draft is below "
         f"F ({DEFAULT_MIN_SURVIVAL})",
     )
     group.add_argument(
         "--verify",
-        choices=VERIFY_MODES,
+        choices=(VERIFY_TRIGGERED, VERIFY_EAGER),
         default=VERIFY_TRIGGERED,
         help="let the verifier also judge tokens that nobody asked for (eager) or not (triggered)",
     )
@@ -228,17 +239,24 @@ def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
     timeout = getattr(args, "timeout", 30.0)
     if not 0.0 < timeout <= 86_400.0:
         raise ConfigError(f"--timeout {timeout} is outside 0 to 86400 seconds")
-    local_only = getattr(args, "policy", "pipesd") == "local"
+    policy = find_policy(args.policy)
+    own = policy.thresholds
+    thresholds = Thresholds(
+        own.r1 if args.r1 is None else args.r1,
+        own.r2 if args.r2 is None else args.r2,
+        own.window if args.window is None else args.window,
+    )
     return Request(
         prompt=prompt,
         max_tokens=args.max_tokens,
         sampling=sampling_from(args),
-        thresholds=Thresholds(args.r1, args.r2, args.window),
+        policy=policy,
+        thresholds=thresholds,
         timing=Timing(offline_after=timeout),
         max_ahead=args.max_ahead,
         min_survival=args.min_survival,
         verify=args.verify,
-        local=LOCAL_ONLY if local_only else getattr(args, "local", LOCAL_FORBID),
+        local=getattr(args, "local", LOCAL_FORBID),
     )
 
 

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from broker import __version__
 from broker.clock import Clock, MonotonicClock
@@ -35,8 +35,9 @@ from broker.topics import (
     up_topic,
 )
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
-from edge_agent.core.config import DEFAULT_MIN_SURVIVAL, LOCAL_FORBID, SessionConfig
+from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
 from edge_agent.core.effects import Commit, EdgeStats, Finished
+from edge_agent.core.policies import Policy, pipesd
 from edge_agent.core.session import EdgeSession
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
@@ -62,16 +63,19 @@ def device_will(device: str, draft: str) -> Will:
 class Request:
     """One generation. ``prompt``: token ids; the other fields as in SessionConfig.
 
+    ``thresholds``, ``max_ahead`` and ``min_survival`` stand for those of ``policy`` where given.
+
     Raises ConfigError when made with values that cannot be.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    policy: Policy = field(default_factory=pipesd)
+    thresholds: Thresholds | None = None
     timing: Timing = field(default_factory=Timing)
-    max_ahead: int = 24
-    min_survival: float = DEFAULT_MIN_SURVIVAL
+    max_ahead: int | None = None
+    min_survival: float | None = None
     verify: str = VERIFY_TRIGGERED
     local: str = LOCAL_FORBID
 
@@ -82,6 +86,7 @@ class Request:
         self, vocab_hash: str, vocab_size: int, eos_ids: frozenset[int], context: int
     ) -> SessionConfig:
         """The session's configuration with these facts of the draft model."""
+        policy = self.policy
         return SessionConfig(
             prompt=self.prompt,
             sampling=self.sampling,
@@ -90,10 +95,10 @@ class Request:
             vocab_size=vocab_size,
             eos_ids=eos_ids,
             context=context,
-            max_ahead=self.max_ahead,
-            min_survival=self.min_survival,
+            max_ahead=policy.max_ahead if self.max_ahead is None else self.max_ahead,
+            min_survival=policy.min_survival if self.min_survival is None else self.min_survival,
             verify=self.verify,
-            local=self.local,
+            local=LOCAL_ONLY if policy.local else self.local,
         )
 
 
@@ -158,7 +163,10 @@ class Agent:
         """
         draft = self.draft
         config = request.config(draft.vocab_hash, draft.vocab_size, draft.eos_ids, draft.context)
-        core = EdgeSession(config, request.thresholds, request.timing, self.clock.now())
+        policy = request.policy
+        if request.thresholds is not None:
+            policy = replace(policy, thresholds=request.thresholds)
+        core = EdgeSession(config, timing=request.timing, now=self.clock.now(), policy=policy)
         generation = Generation(self, secrets.token_hex(8), core, draft.open())
         with self._lock:
             self._generations[generation.session] = generation

@@ -16,6 +16,7 @@ from broker.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     VERIFY_EAGER,
+    VERIFY_STREAM,
     Closed,
     DraftBatch,
     Resync,
@@ -69,6 +70,7 @@ class VerifierSession:
         self.committed: list[int] = list(opened.committed)
         self.limit = min(opened.max_tokens, context - len(opened.prompt))
         self.eager = opened.verify == VERIFY_EAGER
+        self.stream = opened.verify == VERIFY_STREAM
         self.finish: str | None = None
         self.cached = 0  # valid tokens of this session in its slot; 0 after an eviction
         self.last_seen = now
@@ -95,7 +97,9 @@ class VerifierSession:
     @property
     def triggered(self) -> bool:
         """Whether the edge waits for a verdict."""
-        return self.finish is None and self._verify_to >= len(self.committed)
+        if self.finish is not None:
+            return False
+        return self.stream or self._verify_to >= len(self.committed)
 
     @property
     def wants_choice(self) -> bool:

@@ -13,6 +13,7 @@ LOCAL_ALLOW = "allow"
 LOCAL_ONLY = "only"
 LOCAL_MODES = (LOCAL_FORBID, LOCAL_ALLOW, LOCAL_ONLY)
 
+DEFAULT_MAX_AHEAD = 24
 #: By measurement with the demo pairs, docs/design-notes.md.
 DEFAULT_MIN_SURVIVAL = 0.05
 
@@ -34,7 +35,7 @@ class SessionConfig:
     vocab_size: int
     eos_ids: frozenset[int]
     context: int
-    max_ahead: int = 24
+    max_ahead: int = DEFAULT_MAX_AHEAD
     min_survival: float = DEFAULT_MIN_SURVIVAL
     verify: str = VERIFY_TRIGGERED
     local: str = LOCAL_FORBID

@@ -26,6 +26,7 @@ from broker.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     VERIFY_EAGER,
+    VERIFY_STREAM,
     Accepted,
     Close,
     Closed,
@@ -48,6 +49,7 @@ from edge_agent.core.effects import (
     Effect,
     Finished,
 )
+from edge_agent.core.policies import SEND_AT_ONCE, Policy
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds, Trigger
 from edge_agent.core.window import APPLIED, DUPLICATE, GAP, DraftWindow
@@ -76,10 +78,12 @@ class EdgeSession:
         thresholds: Thresholds | None = None,
         timing: Timing | None = None,
         now: float = 0.0,
+        policy: Policy | None = None,
     ) -> None:
         self.config = config
         self.timing = timing or Timing()
-        self.trigger = Trigger(thresholds or Thresholds())
+        self.policy = policy or Policy("pipesd", thresholds or Thresholds())
+        self.trigger = Trigger(self.policy.thresholds)
         self.stats = EdgeStats()
         self.finish: str | None = None
         self._window = DraftWindow(config.prompt)
@@ -280,7 +284,7 @@ class EdgeSession:
                 sampling=self.config.sampling,
                 max_tokens=self.config.max_tokens,
                 vocab_hash=self.config.vocab_hash,
-                verify=self.config.verify,
+                verify=VERIFY_STREAM if self.policy.stream else self.config.verify,
             )
             self._outbox.append(Outgoing(None, message))
 
@@ -377,6 +381,8 @@ class EdgeSession:
             self.trigger.reset()
         accepted, own = outcome.accepted, len(outcome.fresh) - outcome.accepted
         self.stats.count_verdict(verdict, accepted, own)
+        if self.policy.adapt_r1:
+            self.trigger.adapt(verdict.judged, accepted)
         sources = (SOURCE_ACCEPTED,) * accepted + (SOURCE_TARGET,) * own
         self._effects.append(Commit(outcome.start, outcome.fresh, sources))
         if verdict.finish is not None:
@@ -411,7 +417,11 @@ class EdgeSession:
         if self._asked is None and not self._window.drafting and not self._may_draft():
             self.stats.count_trigger("end")
             self._ask(now)
-        elif self._window.has_unsent and (self._asked is None or self._eager):
+        elif (
+            self._window.has_unsent
+            and self.policy.sending == SEND_AT_ONCE
+            and (self._asked is None or self._eager)
+        ):
             # While a verdict is awaited there is no hurry: nobody looks at what was not asked for,
             # and a verdict that drops it saves the bytes.
             self._send_draft(verify=False)
@@ -426,8 +436,7 @@ class EdgeSession:
             if not self._waiting:
                 self._at.begin_wait(now)
             self._at.expect_answer(now)
-        self._asked = self._window.position
-        self._send_draft(verify=True)
+        self._send_request()
 
     def _send_draft(self, *, verify: bool) -> None:
         batch = self._window.take_batch(self.attach, verify=verify)
@@ -445,7 +454,11 @@ class EdgeSession:
 
     def _repeat_draft(self) -> None:
         self._clean_sample = False
-        self._asked = self._window.position
+        self._send_request()
+
+    def _send_request(self) -> None:
+        # A stream is asked for once, up to the end of the text.
+        self._asked = self._limit if self.policy.stream else self._window.position
         self._send_draft(verify=True)
 
     def _send_resync(self, now: float, *, only_once: bool = False) -> None:
@@ -464,7 +477,9 @@ class EdgeSession:
 
     def _may_draft(self) -> bool:
         window = self._window
-        if self._state is State.DONE or self._draft_broken:
+        if self._state is State.DONE or self._draft_broken or self.policy.stream:
+            return False
+        if self._asked is not None and not self.policy.proactive:
             return False
         if window.position >= self._limit or len(window.draft) >= self.config.max_ahead:
             return False

@@ -7,7 +7,7 @@ product never exceeds its last factor, so with ``r1 >= r2`` the token rule never
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from broker.errors import ConfigError
 
@@ -42,6 +42,7 @@ class Trigger:
         self.thresholds = thresholds
         self._product = 1.0
         self._length = 0
+        self._fired_at = 1.0  # the product at the latest trigger
 
     def reset(self) -> None:
         """Begin anew: after a trigger or a rollback."""
@@ -64,5 +65,21 @@ class Trigger:
         elif self._length >= limits.window:
             fired = "window"
         if fired is not None:
+            self._fired_at = self._product
             self.reset()
         return fired
+
+    def adapt(self, judged: int, accepted: int) -> None:
+        """EdgeLLM's update of R1 after a verdict on ``judged`` drafts of which some were accepted.
+
+        All accepted: R1 is halved, so the next draft may be longer. Otherwise it is divided by
+        C^(rejected / judged), C being the product at the trigger. Clamped to 1e-9 and 1.
+        """
+        if judged < 1:
+            return
+        limits = self.thresholds
+        if accepted >= judged:
+            r1 = limits.r1 * 0.5
+        else:
+            r1 = limits.r1 / max(self._fired_at, 1e-9) ** ((judged - accepted) / judged)
+        self.thresholds = replace(limits, r1=min(1.0, max(1e-9, r1)))

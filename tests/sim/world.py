@@ -34,6 +34,7 @@ from cloud_verifier.runtime import online_status, status_will
 from cloud_verifier.wire import feed, publications
 from edge_agent.core.config import SessionConfig
 from edge_agent.core.effects import SOURCE_LOCAL, Commit, DraftNext, Finished
+from edge_agent.core.policies import Policy
 from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
@@ -212,6 +213,7 @@ class SimEdge:
     draft_time: float
     thresholds: Thresholds
     timing: Timing
+    policy: Policy | None = None
     session: EdgeSession = field(init=False)
     transport: InMemoryTransport = field(init=False)
     expected: list[int] = field(init=False)  # what the target alone writes
@@ -230,7 +232,9 @@ class SimEdge:
         self.expected = reference(
             config.prompt, limit, lambda s: world.chooser(s, len(s) - size, config.sampling)
         )
-        self.session = EdgeSession(config, self.thresholds, self.timing, world.clock.now())
+        self.session = EdgeSession(
+            config, self.thresholds, self.timing, world.clock.now(), self.policy
+        )
         self.transport = InMemoryTransport(world.broker, self.device)
         self.transport.start(world.guard(self._on_message), world.guard(self._on_event))
         self.transport.subscribe(down_filter(self.device), qos=0)
@@ -402,6 +406,7 @@ class World:
         thresholds: Thresholds | None = None,
         timing: Timing | None = None,
         sampling: Sampling | None = None,
+        policy: Policy | None = None,
         **config: object,
     ) -> SimEdge:
         """``quality``: share of drafted tokens that are right, unless there is a ``draft``."""
@@ -433,6 +438,7 @@ class World:
             draft_time,
             thresholds or Thresholds(),
             timing or Timing(),
+            policy,
         )
         self.edges.append(edge)
         edge.work()
