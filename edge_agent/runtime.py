@@ -23,6 +23,7 @@ from broker.messages import (
     Accepted,
     Close,
     DeviceStatus,
+    Verdict,
     VerifierMessage,
     VerifierStatus,
 )
@@ -42,6 +43,7 @@ from edge_agent.core.session import EdgeSession
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from edge_agent.draft import Draft, DraftModel
+from edge_agent.observer import Observer, receive, tell_sent
 from edge_agent.wire import arrival, publication
 
 log = logging.getLogger(__name__)
@@ -156,8 +158,8 @@ class Agent:
         with self._lock:
             return dict(self._verifiers)
 
-    def generate(self, request: Request) -> Generation:
-        """A generation; nothing happens until it is iterated over.
+    def generate(self, request: Request, observer: Observer | None = None) -> Generation:
+        """A generation; nothing happens until it is iterated over. ``observer``: see Observer.
 
         Raises ModelError when the draft model has no room for another sequence.
         """
@@ -167,7 +169,7 @@ class Agent:
         if request.thresholds is not None:
             policy = replace(policy, thresholds=request.thresholds)
         core = EdgeSession(config, timing=request.timing, now=self.clock.now(), policy=policy)
-        generation = Generation(self, secrets.token_hex(8), core, draft.open())
+        generation = Generation(self, secrets.token_hex(8), core, draft.open(), observer)
         with self._lock:
             self._generations[generation.session] = generation
             # Within the lock, or a newer event could be heard before this one.
@@ -236,7 +238,14 @@ class Generation:
     Iterating raises the error that ended it, if one did. ``cancel`` may come from any thread.
     """
 
-    def __init__(self, agent: Agent, session: str, core: EdgeSession, draft: Draft) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        session: str,
+        core: EdgeSession,
+        draft: Draft,
+        observer: Observer | None = None,
+    ) -> None:
         self.session = session
         self.finish: str | None = None
         self.dropped = 0  # messages that found the inbox full
@@ -250,6 +259,7 @@ class Generation:
         self._cancelled: str | None = None
         self._traffic = [0, 0, 0, 0]
         self._started = False
+        self._observer = observer
 
     @property
     def stats(self) -> EdgeStats:
@@ -346,6 +356,14 @@ class Generation:
                     continue
                 now = clock.now()
                 self.draft_seconds += now - begin
+                if self._observer is not None:
+                    details = {
+                        "position": effect.position,
+                        "token": token,
+                        "confidence": confidence,
+                        "awaiting": core.awaiting,
+                    }
+                    self._observer("draft", begin, now, details)
                 core.drafted(effect, token, confidence, now)
             else:
                 self._wait()
@@ -372,6 +390,8 @@ class Generation:
                 self._core.verifier_gone(what, now)
             elif isinstance(what, ConnectionEvent):
                 self._on_connection(what, now)
+            elif self._observer is not None and isinstance(what, Verdict):
+                receive(self._observer, self._core, what, now)
             else:
                 self._core.receive(what, now)
 
@@ -383,6 +403,7 @@ class Generation:
 
     def _flush(self) -> None:
         for outgoing in self._core.messages_to_send(self._agent.clock.now()):
+            begin = self._agent.clock.now() if self._observer is not None else 0.0
             try:
                 topic, payload, qos = publication(self._agent.device, self.session, outgoing)
                 self._agent.publish(topic, payload, qos)
@@ -392,3 +413,6 @@ class Generation:
                 return
             self._traffic[0] += len(payload)
             self._traffic[2] += 1
+            if self._observer is not None:
+                end = self._agent.clock.now()
+                tell_sent(self._observer, outgoing.message, len(payload), begin, end)
