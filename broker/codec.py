@@ -1,9 +1,12 @@
 """Messages to bytes and back: msgpack arrays ``[kind, fields...]``.
 
 Fields that hold their default at the end of an array are left out; unknown fields after the known
-ones are ignored, so that a later version may add some. A payload above ``MAX_PAYLOAD`` bytes is
-refused before it is looked at; within it msgpack's own limits bound every length, so nine bytes
-that claim a huge array cost nothing.
+ones are ignored, so that a later version may add some. A field is a scalar or an array of scalars,
+nothing deeper, and no map, raw bytes or extension.
+
+A payload above ``MAX_PAYLOAD`` bytes is refused before it is looked at. Within it nothing is
+reserved on the word of a header: msgpack would make room for each array that claims to be large, so
+that five kilobytes of nested headers take 80 MB; here an array grows by the items that are there.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from broker.sampling import Sampling
 
 #: Bytes; a prompt of MAX_PROMPT tokens at 5 bytes each fits.
 MAX_PAYLOAD = 1 << 20
+#: Fields of a message, the kind included; a later version may use more than this one.
+MAX_FIELDS = 32
+_ARRAY_16, _ARRAY_32 = 0xDC, 0xDD
 
 _OPEN, _ACCEPTED, _REFUSED, _DRAFT, _VERDICT, _RESYNC, _CLOSE, _CLOSED = range(1, 9)
 _VERIFIER_STATUS, _DEVICE_STATUS = 16, 17
@@ -146,6 +152,41 @@ def encode(message: AnyMessage) -> bytes:
     return payload
 
 
+def _unpack(payload: bytes) -> list[Any]:
+    """Kind and fields; raises whatever msgpack does, ValueError, or IndexError at a missing field.
+
+    Arrays are taken apart here, item by item, because the unpacker is not to see any.
+    """
+    unpacker = msgpack.Unpacker(
+        read_size=len(payload) or 1,
+        max_buffer_size=MAX_PAYLOAD,
+        raw=False,
+        max_array_len=0,
+        max_str_len=1024,
+        max_bin_len=0,
+        max_map_len=0,
+        max_ext_len=0,
+    )
+    unpacker.feed(payload)
+    unpack = unpacker.unpack
+    number = unpacker.read_array_header()
+    if number > MAX_FIELDS:
+        raise ValueError(f"{number} fields where at most {MAX_FIELDS} are allowed")
+    parts: list[Any] = []
+    for _ in range(number):
+        head = payload[unpacker.tell()]
+        if head & 0xF0 == 0x90 or head in (_ARRAY_16, _ARRAY_32):
+            size = unpacker.read_array_header()
+            if size > MAX_PROMPT:
+                raise ValueError(f"an array of {size} where at most {MAX_PROMPT} are allowed")
+            parts.append([unpack() for _ in range(size)])
+        else:
+            parts.append(unpack())
+    if unpacker.tell() != len(payload):
+        raise ValueError("more bytes than the message has")
+    return parts
+
+
 def decode(payload: bytes) -> AnyMessage:
     """The message in ``payload``.
 
@@ -155,21 +196,10 @@ def decode(payload: bytes) -> AnyMessage:
     if len(payload) > MAX_PAYLOAD:
         raise RemoteProtocolError(f"payload of {len(payload)} bytes", cause="too_large")
     try:
-        # No map, extension or raw bytes is part of any message, so none may cost anything.
-        parts = msgpack.unpackb(
-            payload,
-            raw=False,
-            strict_map_key=True,
-            use_list=True,
-            max_array_len=MAX_PROMPT,
-            max_str_len=1024,
-            max_bin_len=0,
-            max_map_len=0,
-            max_ext_len=0,
-        )
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        parts = _unpack(payload)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"no msgpack message: {error}"[:200], cause="msgpack") from None
-    if not isinstance(parts, list) or not parts or type(parts[0]) is not int:
+    if not parts or type(parts[0]) is not int:
         raise RemoteProtocolError("no array that begins with a kind", cause="msgpack")
     decoder = _DECODERS.get(parts[0])
     if decoder is None:

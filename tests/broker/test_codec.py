@@ -47,7 +47,10 @@ def test_what_is_packed_comes_back(message) -> None:
     assert decode(encode(message)) == message
 
 
-@given(messages, st.lists(st.none() | st.integers(0, 9) | st.text(max_size=3), max_size=3))
+SCALARS = st.none() | st.booleans() | st.integers(0, 9) | st.floats() | st.text(max_size=3)
+
+
+@given(messages, st.lists(SCALARS | st.lists(SCALARS, max_size=3), max_size=3))
 def test_fields_of_a_later_version_are_ignored(message, extra) -> None:
     """Trailing defaults are left out, so they are written out before anything is added."""
     parts = msgpack.unpackb(encode(message), use_list=True)
@@ -168,7 +171,9 @@ HUGE = bytes.fromhex("9ffd74f7dd74fffdbd")
         (msgpack.packb([4]), "fields"),
         (msgpack.packb([4, 1, 1, 1]), "fields"),
         (msgpack.packb([4, 1, 1, 1, 5]), "fields"),
-        (msgpack.packb([4, 1, 1, 1, [[1]]]), "fields"),
+        (msgpack.packb([4, 1, 1, 1, [[1]]]), "msgpack"),  # no array in an array's array
+        (msgpack.packb([4, *[1] * 40]), "msgpack"),
+        (b"\x95\x04\x01\x01\x01", "msgpack"),  # a field is missing
         (msgpack.packb([4, 1, 1, 1, [2**31]]), "fields"),
         (msgpack.packb([4, 1, 1, 1, [-1]]), "fields"),
         (msgpack.packb([4, 1, 1, 1, []]), "fields"),
@@ -263,12 +268,16 @@ def memory_of(payload: bytes) -> int:
         tracemalloc.stop()
 
 
+CLAIM = b"\xdd\x00\x01\xff\xff"  # an array just below the limit
+
+
 @pytest.mark.parametrize(
     "payload",
     [
         HUGE,
         b"\xdd\xff\xff\xff\xff\x01\x01\x01\x01",
-        b"\xdd\x00\x01\xff\xff\x01\x01\x01\x01",  # an array just below the limit
+        CLAIM + b"\x01\x01\x01\x01",
+        b"\x92\x04" + CLAIM + b"\x01\x01",
         b"\xdf\xff\xff\xff\xff\x01\x01\x01\x01",
     ],
 )
@@ -276,7 +285,23 @@ def test_nine_bytes_take_next_to_nothing(payload) -> None:
     """Case 41: whatever they claim to hold."""
     assert len(payload) == 9
     cause_of(payload)  # what the first call imports is not meant
-    assert memory_of(payload) < 1_200_000
+    assert memory_of(payload) < 60_000  # the unpacker itself
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        CLAIM * 1_000,
+        b"\x92\x04" + CLAIM * 1_000,
+        b"\x92\x01" + CLAIM + CLAIM * 1_000,
+        CLAIM + (b"\x97" + b"\x90" * 7) * 100_000,
+        b"\x92\x01" + CLAIM + (b"\x97" + b"\x90" * 7) * 100_000,
+    ],
+    ids=["nested", "nested in a field", "nested in an array", "many empty", "many in a field"],
+)
+def test_headers_reserve_nothing(payload) -> None:
+    """msgpack alone would take 80 kB for each of them, before a single item is there."""
+    assert memory_of(payload) < 200_000 + 2 * len(payload)
 
 
 def test_ten_megabytes_are_not_looked_at() -> None:
