@@ -194,7 +194,7 @@ class EdgeSession:
             return
         self._window.append(token, confidence)
         rule = self.trigger.observe(confidence)
-        if rule is not None:
+        if rule is not None and self._state is State.ACTIVE:
             self.stats.count_trigger(rule)
             self._ask(now)
 

@@ -88,6 +88,7 @@ def test_what_was_drafted_meanwhile_goes_out_as_a_request() -> None:
     hand.draft(1, 2, confidence=0.1)
     hand.sent()
     hand.accept("v7")
+    assert hand.session.stats.triggers_token == 0  # nobody was there to be asked
     assert hand.outgoing() == [("v7", DraftBatch(1, 1, 0, (1, 2), None, True))]
     assert hand.session.awaiting
 
