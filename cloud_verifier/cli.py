@@ -32,6 +32,7 @@ from broker.transport import ConnectionEvent, ConnectionState
 from cloud_verifier import reference
 
 if TYPE_CHECKING:
+    from cloud_verifier.engine.target import Target
     from cloud_verifier.engine.torch_target import TorchTarget
     from cloud_verifier.engine.torch_text import TargetText
 
@@ -62,6 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds without a word after which a session is forgotten (300)",
+    )
+    serve.add_argument(
+        "--forward-floor-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="emulation, for measurements: each forward takes at least MS milliseconds (0: off)",
     )
     _add_common(serve)
 
@@ -152,15 +160,19 @@ def _not_installed(error: ModuleNotFoundError) -> ConfigError:
 
 def serve(args: argparse.Namespace) -> int:
     from broker.mqtt import MqttTransport
+    from cloud_verifier.engine.slow_target import SlowTarget, check_floor
     from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
 
     verifier = check_id("--id", args.id)
     if args.max_sessions < 1 or not args.idle_ttl > 0:
         raise ConfigError("--max-sessions is at least 1 and --idle-ttl above 0 seconds")
+    floor_s = check_floor(args.forward_floor_ms / 1000.0)
     broker_settings(args, f"verifier-{verifier}", None)  # wrong usage before a minute of loading
     if args.until_eof:
         _end_at_eof()
-    target = load_target(args, find_target(args))
+    target: Target = load_target(args, find_target(args))
+    if floor_s > 0.0:
+        target = SlowTarget(target, floor_s)
     config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
     will = status_will(verifier, online_status(config, target.name))
     settings = broker_settings(args, f"verifier-{verifier}", will)
