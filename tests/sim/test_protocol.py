@@ -214,6 +214,7 @@ class Protocol(RuleBasedStateMachine):
             assert len(verifier.core.sessions) <= world.max_sessions
 
 
+@pytest.mark.timeout(3_600)
 def test_random_schedules(request: pytest.FixtureRequest) -> None:
     """Exactness and an end for each of ``--schedules`` random schedules."""
     number = request.config.getoption("--schedules")
