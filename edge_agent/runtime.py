@@ -39,6 +39,7 @@ from broker.transport import ConnectionEvent, ConnectionState, Message, Transpor
 from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
 from edge_agent.core.effects import Commit, EdgeStats, Finished
 from edge_agent.core.policies import Policy, pipesd
+from edge_agent.core.sending import Estimates
 from edge_agent.core.session import EdgeSession
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
@@ -134,6 +135,7 @@ class Agent:
         self._generations: dict[str, Generation] = {}
         self._verifiers: dict[str, VerifierStatus] = {}
         self._state: ConnectionEvent | None = None
+        self._estimates = Estimates()
 
     def start(self) -> None:
         """Begin connecting; returns at once."""
@@ -168,7 +170,15 @@ class Agent:
         policy = request.policy
         if request.thresholds is not None:
             policy = replace(policy, thresholds=request.thresholds)
-        core = EdgeSession(config, timing=request.timing, now=self.clock.now(), policy=policy)
+        with self._lock:
+            estimates = self._estimates
+        core = EdgeSession(
+            config,
+            timing=request.timing,
+            now=self.clock.now(),
+            policy=policy,
+            estimates=estimates,
+        )
         generation = Generation(self, secrets.token_hex(8), core, draft.open(), observer)
         with self._lock:
             self._generations[generation.session] = generation
@@ -182,9 +192,11 @@ class Agent:
     def publish(self, topic: str, payload: bytes, qos: int) -> None:
         self._transport.publish(topic, payload, qos=qos)
 
-    def forget(self, session: str) -> None:
+    def forget(self, session: str, estimates: Estimates) -> None:
+        """A generation has ended; what it learnt of link and draft model serves the next."""
         with self._lock:
             self._generations.pop(session, None)
+            self._estimates = estimates
 
     # -- the transport's thread -----------------------------------------------------------------
 
@@ -317,7 +329,7 @@ class Generation:
             self._core.cancel()
             self._flush()
             self._draft.close()
-            self._agent.forget(self.session)
+            self._agent.forget(self.session, self._core.sending.estimates)
 
     def close(self) -> None:
         """Free everything of a generation that was never iterated over; idempotent."""
@@ -364,7 +376,7 @@ class Generation:
                         "awaiting": core.awaiting,
                     }
                     self._observer("draft", begin, now, details)
-                core.drafted(effect, token, confidence, now)
+                core.drafted(effect, token, confidence, now, now - begin)
             else:
                 self._wait()
 

@@ -17,6 +17,9 @@ from edge_agent.core.trigger import Thresholds
 SEND_AT_ONCE = "at once"
 #: Nothing goes out before the trigger.
 SEND_HELD = "held"
+#: Messages end where the plan for the measured link and draft says (paper 3.2).
+SEND_PLANNED = "planned"
+SENDINGS = (SEND_AT_ONCE, SEND_HELD, SEND_PLANNED)
 
 #: Drafted tokens after which the baselines ask in any case; the paper does not give their cap.
 #: Drafts of 25 to 81 tokens were seen in it.
@@ -44,7 +47,7 @@ class Policy:
     local: bool = False
 
     def __post_init__(self) -> None:
-        if self.sending not in (SEND_AT_ONCE, SEND_HELD):
+        if self.sending not in SENDINGS:
             raise ConfigError(f"sending {self.sending!r} is no way to send")
 
 

@@ -49,7 +49,8 @@ from edge_agent.core.effects import (
     Effect,
     Finished,
 )
-from edge_agent.core.policies import SEND_AT_ONCE, Policy
+from edge_agent.core.policies import SEND_PLANNED, Policy
+from edge_agent.core.sending import Estimates, Sending
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds, Trigger
 from edge_agent.core.window import APPLIED, DUPLICATE, GAP, DraftWindow
@@ -78,12 +79,15 @@ class EdgeSession:
         thresholds: Thresholds | None = None,
         timing: Timing | None = None,
         now: float = 0.0,
+        *,
         policy: Policy | None = None,
+        estimates: Estimates | None = None,
     ) -> None:
         self.config = config
         self.timing = timing or Timing()
         self.policy = policy or Policy("pipesd", thresholds or Thresholds())
         self.trigger = Trigger(self.policy.thresholds)
+        self.sending = Sending(self.policy.sending, estimates)
         self.stats = EdgeStats()
         self.finish: str | None = None
         self._window = DraftWindow(config.prompt)
@@ -171,6 +175,7 @@ class EdgeSession:
             if not self._waiting:
                 self._at.begin_wait(now)
             self._at.connected = False
+            self.sending.disconnected()
             return
         self._at.connected = True
         # Whatever was on the old connection is gone: ask at once instead of waiting for a timer.
@@ -180,8 +185,18 @@ class EdgeSession:
         elif self.config.local != LOCAL_ONLY:
             self._open(now)
 
-    def drafted(self, effect: DraftNext, token: int, confidence: float, now: float) -> None:
-        """The draft model's answer. One for an effect that a rollback overtook is dropped."""
+    def drafted(
+        self,
+        effect: DraftNext,
+        token: int,
+        confidence: float,
+        now: float,
+        seconds: float | None = None,
+    ) -> None:
+        """The draft model's answer, which took ``seconds`` where the driver knows.
+
+        One for an effect that a rollback overtook is dropped.
+        """
         if not self._window.answered(effect) or self._state is State.DONE:
             return
         if not 0 <= token < self.config.vocab_size:
@@ -193,6 +208,7 @@ class EdgeSession:
             self._check_alone()
             return
         self._window.append(token, confidence)
+        self.sending.drafted(len(effect.feed), seconds)
         rule = self.trigger.observe(confidence)
         if rule is not None and self._state is State.ACTIVE:
             self.stats.count_trigger(rule)
@@ -270,7 +286,7 @@ class EdgeSession:
             self._on_verdict(message, now)
         else:
             self._at.sign_of_life(now)
-            self._on_resync(message)
+            self._on_resync(message, now)
 
     # -- attaching ------------------------------------------------------------------------------
 
@@ -376,6 +392,7 @@ class EdgeSession:
         self._at.progress()
         if outcome.lost is not None:
             self.stats.rolled_back += outcome.lost
+            self.sending.rolled_back()
             self._asked = None
             self._at.deadline = None
             self.trigger.reset()
@@ -390,12 +407,13 @@ class EdgeSession:
         elif self._asked is not None and end > self._asked:
             if self._clean_sample:
                 self._at.response.sample(now - self._asked_at)
+                self.sending.answered(now, verdict.hold_ms / 1000.0)
             self._asked = None
             self._at.deadline = None
         elif self._asked is not None:
             self._at.expect_answer(now)
 
-    def _on_resync(self, message: Resync) -> None:
+    def _on_resync(self, message: Resync, now: float) -> None:
         """The verifier lacks something of the draft, or lacks nothing and says that it lives."""
         if message.epoch != self._window.epoch:
             self._window.resend_from(0)
@@ -406,7 +424,7 @@ class EdgeSession:
         if self._asked is not None and self._window.has_unsent:
             # Something was lost, so the long waits of a busy verifier are out of place.
             self._at.response.answered()
-            self._repeat_draft()
+            self._repeat_draft(now)
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -417,14 +435,16 @@ class EdgeSession:
         if self._asked is None and not self._window.drafting and not self._may_draft():
             self.stats.count_trigger("end")
             self._ask(now)
-        elif (
-            self._window.has_unsent
-            and self.policy.sending == SEND_AT_ONCE
-            and (self._asked is None or self._eager)
-        ):
-            # While a verdict is awaited there is no hurry: nobody looks at what was not asked for,
-            # and a verdict that drops it saves the bytes.
-            self._send_draft(verify=False)
+        elif self._window.has_unsent and self.sending.due() and not self._holds_back:
+            self._send_draft(now, verify=False)
+
+    @property
+    def _holds_back(self) -> bool:
+        """While a verdict is awaited there is no hurry, unless a plan says when to send.
+
+        Nobody looks at what was not asked for, and a verdict that drops it saves the bytes.
+        """
+        return self._asked is not None and not self._eager and self.policy.sending != SEND_PLANNED
 
     def _ask(self, now: float) -> None:
         """NAV trigger: everything unsent goes out in one batch (paper, rule 1)."""
@@ -436,11 +456,13 @@ class EdgeSession:
             if not self._waiting:
                 self._at.begin_wait(now)
             self._at.expect_answer(now)
-        self._send_request()
+        self.sending.asked()
+        self._send_request(now)
 
-    def _send_draft(self, *, verify: bool) -> None:
+    def _send_draft(self, now: float, *, verify: bool) -> None:
         batch = self._window.take_batch(self.attach, verify=verify)
         if batch is not None:
+            self.sending.sent(now, len(batch.tokens), request=verify)
             self._outbox.append(Outgoing(self.verifier, batch))
 
     def _repeat(self, now: float) -> None:
@@ -449,17 +471,17 @@ class EdgeSession:
         The draft goes first, so that the verifier's answer to Resync already counts it.
         """
         self._window.resend_from(0)
-        self._repeat_draft()
+        self._repeat_draft(now)
         self._send_resync(now)
 
-    def _repeat_draft(self) -> None:
+    def _repeat_draft(self, now: float) -> None:
         self._clean_sample = False
-        self._send_request()
+        self._send_request(now)
 
-    def _send_request(self) -> None:
+    def _send_request(self, now: float) -> None:
         # A stream is asked for once, up to the end of the text.
         self._asked = self._limit if self.policy.stream else self._window.position
-        self._send_draft(verify=True)
+        self._send_draft(now, verify=True)
 
     def _send_resync(self, now: float, *, only_once: bool = False) -> None:
         have = len(self.committed)
@@ -470,6 +492,7 @@ class EdgeSession:
         self.stats.resyncs += 1
         if self._asked is not None:
             self._at.expect_answer(now)
+        self.sending.sent(now, 0, request=False)
         message = Resync(self.attach, self._window.epoch, have)
         self._outbox.append(Outgoing(self.verifier, message))
 

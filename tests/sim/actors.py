@@ -170,7 +170,7 @@ class SimEdge:
             config.prompt, limit, lambda s: world.chooser(s, len(s) - size, config.sampling)
         )
         self.session = EdgeSession(
-            config, self.thresholds, self.timing, world.clock.now(), self.policy
+            config, self.thresholds, self.timing, world.clock.now(), policy=self.policy
         )
         self.transport = InMemoryTransport(world.broker, self.device)
         self.transport.start(world.guard(self._on_message), world.guard(self._on_event))
