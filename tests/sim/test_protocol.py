@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from broker.memory import Faults
 from broker.messages import VERIFY_MODES
 from cloud_verifier.core.scheduler import Limits
+from edge_agent.core.policies import cloud, edgellm, hsl, vanilla
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from tests.sim.world import SimEdge, World, target_token
@@ -40,6 +41,9 @@ MAX_FAILURES = 2
 DULL = 400.0
 #: Jumps that a healed world may take to its end: this many, and as many more per missing token.
 END_JUMPS, TOKEN_JUMPS = 2_000, 100
+
+#: The policies that leave the judgement to a verifier, pipesd aside (None: the thresholds below).
+JUDGING = (vanilla, hsl, edgellm, cloud)
 
 chances = st.sampled_from([0.0, 0.05, 0.15, 0.4])
 thresholds = st.builds(
@@ -66,6 +70,7 @@ edges = st.fixed_dictionaries(
         "min_survival": st.sampled_from([0.2, 0.0, 0.0, 1.0]),
         "verify": st.sampled_from(VERIFY_MODES),
         "context": st.sampled_from([4096, 4096, 4096, 20]),
+        "policy": st.sampled_from([None, None, None, *JUDGING]).map(lambda make: make and make()),
     }
 )
 
