@@ -16,10 +16,14 @@ from broker.transport import Will
 MAX_MESSAGES = 1_000
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int = 128) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-tokens", type=int, default=128, metavar="N", help="most tokens to write (128)"
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help=f"most tokens to write ({max_tokens})",
     )
     group.add_argument(
         "--temperature",

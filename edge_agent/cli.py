@@ -1,4 +1,4 @@
-"""The ``edge-agent`` command: ``demo`` on one machine, ``generate`` against a running cloud."""
+"""The ``edge-agent`` command: ``demo`` on one machine, ``generate`` against a cloud, ``bench``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ DRAFT_QUANTS = ("q2_k", "q3_k_m", SOURCE_QUANT)
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from edge_agent.bench.command import add_bench_flags
+
     parser = Parser(
         prog=PROGRAM, description="Draft on this device, let a big model in the cloud decide."
     )
@@ -101,6 +103,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds of silence after which the cloud counts as out of reach (30)",
     )
     _add_common(generate)
+
+    bench = commands.add_parser(
+        "bench", help="compare the policies over emulated links, with real models"
+    )
+    add_bench_flags(bench)
+    _add_draft_flags(bench)
+    _add_common(bench)
     return parser
 
 
@@ -311,6 +320,13 @@ def demo(args: argparse.Namespace) -> int:
     return run_demo(args)
 
 
+def bench(args: argparse.Namespace) -> int:
+    from edge_agent.bench.command import run_bench
+
+    check_draft_flags(args)
+    return run_bench(args, load_draft)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
@@ -318,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(build_parser(), argv, program=PROGRAM)
         set_up_logging(args.verbose)
         raise_on_signals()
-        return {"demo": demo, "generate": generate}[args.command](args)
+        return {"demo": demo, "generate": generate, "bench": bench}[args.command](args)
 
     return run(work, PROGRAM)
 

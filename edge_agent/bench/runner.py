@@ -1,0 +1,325 @@
+"""Runs the cells of a benchmark: real models, a real broker, and links that are emulated."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from broker.errors import ConfigError, ModelError, PipesdError, TransportError
+from broker.sampling import Sampling
+from edge_agent.bench.cells import Cell, Result, ResultsFile
+from edge_agent.bench.contenders import Constants, Contender
+from edge_agent.bench.link import Scenario
+from edge_agent.bench.stations import Device, Station, steady
+from edge_agent.bench.watch import Span, Watch
+from edge_agent.core.policies import find_policy
+from edge_agent.core.timing import Timing
+from edge_agent.draft import DraftModel
+from edge_agent.runtime import Generation, Request
+
+#: Different floors of the forward in one run: each has a verifier with a model of its own.
+MAX_FLOORS = 4
+#: Times that a station whose broker or verifier has ended is started again, in one run.
+MAX_RESTARTS = 5
+#: Seconds of silence after which a cell has failed.
+SILENCE_S = 30.0
+#: Tokens written once over each link before anything is measured.
+_WARM_UP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run. ``prompts``: token ids by name. ``timelines``: prompts whose first repeat keeps
+    its timeline.
+    """
+
+    contenders: Mapping[str, Contender]
+    scenarios: Mapping[str, Scenario]
+    prompts: Mapping[str, tuple[int, ...]]
+    constants: Constants
+    sampling: Sampling
+    max_tokens: int
+    verify: str
+    seed: int
+    timelines: frozenset[str] = frozenset()
+
+
+class Pace:
+    """How long cells take, and so what is left."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def note(self, cell: Cell, seconds: float) -> None:
+        """``cell`` took that long."""
+        self._seen[cell.policy, cell.scenario].append(seconds)
+
+    def left_s(self, cells: Sequence[Cell]) -> float | None:
+        """Seconds that ``cells`` will take; None before anything is known."""
+        means = {key: sum(times) / len(times) for key, times in self._seen.items()}
+        if not means:
+            return None
+        overall = sum(means.values()) / len(means)
+        return sum(means.get((cell.policy, cell.scenario), overall) for cell in cells)
+
+
+class Runner:
+    """Use it as a context manager; then ``run`` cells. ``flags``: of ``cloud-verifier serve``."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        draft: DraftModel,
+        *,
+        broker: str,
+        flags: Sequence[str],
+        threads: int,
+        note: Callable[[str], None],
+    ) -> None:
+        floors = {scenario.forward_floor_s for scenario in plan.scenarios.values()}
+        if len(floors) > MAX_FLOORS:
+            raise ConfigError(
+                f"{len(floors)} different forward floors, above {MAX_FLOORS}: measure them apart"
+            )
+        self.plan = plan
+        self.target = ""
+        self.restarts = 0
+        self._draft = draft
+        self._note = note
+        self._stations = {
+            floor: Station(broker, flags, threads, floor_s=floor, note=note) for floor in floors
+        }
+        self._devices: dict[str, Device] = {}
+        self._made = 0
+
+    def __enter__(self) -> Runner:
+        """Raises ConfigError, ModelError or TransportError when something does not come up."""
+        try:
+            for station in self._stations.values():
+                station.start()
+            for name in self.plan.scenarios:
+                self._warm_up(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that was started; idempotent."""
+        for name in list(self._devices):
+            self._drop(name)
+        for station in self._stations.values():
+            station.stop()
+
+    # -- devices --------------------------------------------------------------------------------
+
+    def _station(self, scenario: str) -> Station:
+        return self._stations[self.plan.scenarios[scenario].forward_floor_s]
+
+    def _connect(self, name: str, *, group: int = 0) -> Device:
+        """A device in scenario ``name`` that has found its verifier; ``group``: see ``_offset``."""
+        scenario = self.plan.scenarios[name]
+        self._made += 1
+        device = Device(
+            self._station(name),
+            scenario,
+            self._draft,
+            f"bench-{self._made}",
+            offset_s=_offset(scenario, group),
+            seed=self.plan.seed + group,
+        )
+        self._devices[name] = device
+        self.target = device.meet()
+        return device
+
+    def _drop(self, name: str) -> None:
+        device = self._devices.pop(name, None)
+        if device is not None:
+            device.close()
+
+    def _warm_up(self, name: str) -> None:
+        device = self._connect(name)
+        prompt = next(iter(self.plan.prompts.values()))
+        for policy in ("cloud", "pipesd"):
+            for _ in device.agent.generate(
+                Request(prompt, _WARM_UP, self.plan.sampling, find_policy(policy))
+            ):
+                pass
+
+    def _device(self, cell: Cell) -> Device:
+        """The device for ``cell``; what has ended is started again."""
+        station = self._station(cell.scenario)
+        if not station.alive:
+            if self.restarts >= MAX_RESTARTS:
+                station.check()
+            self.restarts += 1
+            self._note("the broker or the verifier has ended: starting both again")
+            for name in [n for n in self._devices if self._station(n) is station]:
+                self._drop(name)
+            station.start()
+        group = cell.repeat * len(self.plan.prompts) + list(self.plan.prompts).index(cell.prompt)
+        if not steady(self.plan.scenarios[cell.scenario].link):
+            self._drop(cell.scenario)
+        device = self._devices.get(cell.scenario)
+        return device or self._connect(cell.scenario, group=group)
+
+    # -- cells ----------------------------------------------------------------------------------
+
+    def run(self, cell: Cell, at_s: float) -> Result:
+        """Run one. A cell that fails has ``error`` set; raises nothing but what ends the run."""
+        identity: dict[str, Any] = {
+            "policy": cell.policy,
+            "scenario": cell.scenario,
+            "prompt": cell.prompt,
+            "repeat": cell.repeat,
+            "at_s": at_s,
+            "load": os.getloadavg()[0],
+        }
+        try:
+            device = self._device(cell)
+            return self._measure(cell, device, identity)
+        except (TransportError, ModelError) as error:
+            # A connection in an unknown state would make the next cell fail for this one.
+            self._drop(cell.scenario)
+            return Result(**identity, error=_one_line(error))
+
+    def _measure(self, cell: Cell, device: Device, identity: Mapping[str, Any]) -> Result:
+        plan = self.plan
+        contender = plan.contenders[cell.policy]
+        request = Request(
+            plan.prompts[cell.prompt],
+            plan.max_tokens,
+            # Another seed for each repeat: where it is greedy that changes nothing.
+            Sampling(
+                plan.sampling.temperature,
+                plan.sampling.top_k,
+                plan.sampling.top_p,
+                plan.sampling.min_p,
+                plan.sampling.seed + cell.repeat,
+            ),
+            contender.policy(plan.constants, cell.scenario),
+            timing=Timing(offline_after=SILENCE_S),
+            verify=plan.verify,
+        )
+        watch = Watch()
+        before = device.link.stats()
+        generation = device.agent.generate(request, watch)
+        begin = time.monotonic()
+        first = last = begin
+        tokens: list[int] = []
+        error: str | None = None
+        try:
+            for commit in generation:
+                last = time.monotonic()
+                first = last if not tokens else first
+                tokens += commit.tokens
+        except PipesdError as problem:
+            error = _one_line(problem)
+            self._drop(cell.scenario)
+        if generation.draft_error is not None:
+            error = error or _one_line(generation.draft_error)
+        after = device.link.stats()
+        timeline: tuple[Span, ...] = ()
+        if cell.prompt in plan.timelines and cell.repeat == 0 and error is None:
+            up, down = device.link.passages_up(), device.link.passages_down()
+            timeline = tuple(watch.timeline(begin, up, down))
+        return _result(
+            generation,
+            watch,
+            **identity,
+            error=error,
+            tokens=tuple(tokens),
+            ttft_s=first - begin,
+            total_s=last - begin,
+            wire_up=after.bytes_up - before.bytes_up,
+            wire_down=after.bytes_down - before.bytes_down,
+            timeline=timeline,
+        )
+
+
+def _offset(scenario: Scenario, group: int) -> float:
+    """How far into its schedule of rates a link begins for the ``group``-th prompt and repeat.
+
+    The same for every policy, and another for each prompt, so that a run sees the whole schedule.
+    """
+    period = scenario.link.rates_repeat_s
+    if not period:
+        return 0.0
+    # The golden ratio spreads any number of starts evenly.
+    return period * ((group * 0.618033988749895) % 1.0)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _result(generation: Generation, watch: Watch, **values: Any) -> Result:
+    stats, traffic = generation.stats, generation.traffic
+    known: dict[str, Any] = {
+        "finish": generation.finish,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "judged": stats.judged,
+        "rolled_back": stats.rolled_back,
+        "forwards": stats.forwards,
+        "target_tokens": stats.target_tokens,
+        "timeouts": stats.timeouts,
+        "resyncs": stats.resyncs,
+        "draft_s": generation.draft_seconds,
+        "hold_s": stats.hold_ms / 1000.0,
+        "forward_s": stats.forward_ms / 1000.0,
+        "gamma_s": watch.gamma_s,
+        "proactive": watch.proactive,
+        "kept": watch.kept,
+        "dropped": watch.dropped,
+        "payload_up": traffic.uplink_bytes,
+        "payload_down": traffic.downlink_bytes,
+        "messages_up": traffic.uplink_messages,
+        "draft_payload": watch.draft_bytes,
+        "draft_messages": watch.draft_messages,
+        "forward_samples": tuple(watch.forwards),
+        **values,
+    }
+    return Result(**known)
+
+
+def run_all(
+    runner: Runner,
+    cells: Sequence[Cell],
+    file: ResultsFile,
+    *,
+    limit_s: float,
+    report: Callable[[int, Result, float | None], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Run the cells that ``file`` lacks, each result into it; whether all of them were run.
+
+    ``report`` hears how many cells are done, the latest result, and the seconds left. After
+    ``limit_s`` seconds no more cell begins.
+    """
+    begin = clock()
+    pace = Pace()
+    todo = [cell for cell in cells if not file.done(cell)]
+    for number, cell in enumerate(todo):
+        start = clock()
+        if start - begin >= limit_s:
+            return False
+        result = runner.run(cell, start - begin)
+        file.add(result)
+        pace.note(cell, clock() - start)
+        done = len(cells) - len(todo) + number + 1
+        report(done, result, pace.left_s(todo[number + 1 :]))
+    return True
