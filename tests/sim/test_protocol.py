@@ -7,6 +7,7 @@ ones each time, and ``--hypothesis-seed`` repeats them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -24,7 +25,7 @@ from hypothesis.stateful import (
 from broker.memory import Faults
 from broker.messages import VERIFY_MODES
 from cloud_verifier.core.scheduler import Limits
-from edge_agent.core.policies import cloud, edgellm, hsl, vanilla
+from edge_agent.core.policies import SEND_PLANNED, Policy, cloud, edgellm, hsl, pipesd, vanilla
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from tests.sim.world import SimEdge, World, target_token
@@ -42,8 +43,14 @@ DULL = 400.0
 #: Jumps that a healed world may take to its end: this many, and as many more per missing token.
 END_JUMPS, TOKEN_JUMPS = 2_000, 100
 
+
+def planned() -> Policy:
+    """PipeSD with messages that end where the plan for the measured link says."""
+    return replace(pipesd(), sending=SEND_PLANNED)
+
+
 #: The policies that leave the judgement to a verifier, pipesd aside (None: the thresholds below).
-JUDGING = (vanilla, hsl, edgellm, cloud)
+JUDGING = (vanilla, hsl, edgellm, cloud, planned)
 
 chances = st.sampled_from([0.0, 0.05, 0.15, 0.4])
 thresholds = st.builds(
