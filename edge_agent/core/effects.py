@@ -60,6 +60,7 @@ class EdgeStats:
     triggers_window: int = 0
     triggers_end: int = 0  # end of text drafted, or nothing more to draft
     timeouts: int = 0
+    stuck: int = 0  # attachments left because no verdict came from a verifier that answers
     resyncs: int = 0
     reopens: int = 0
     refusals: int = 0

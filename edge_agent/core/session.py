@@ -146,6 +146,8 @@ class EdgeSession:
             times.append(self._at.deadline)
         if self._waiting:
             times.append(self._at.offline_at)
+        if self._state is State.ACTIVE and self.awaiting:
+            times.append(self._asked_at + self.timing.stuck_after)
         return min(times, default=None)
 
     def messages_to_send(self, now: float) -> list[Outgoing]:
@@ -252,6 +254,10 @@ class EdgeSession:
             return
         if self._waiting and now >= self._at.offline_at:
             self._give_up(now)
+            return
+        if self.awaiting and now >= self._asked_at + self.timing.stuck_after:
+            self.stats.stuck += 1
+            self._reopen(now)
             return
         self._at.deadline = None
         self.stats.timeouts += 1
@@ -411,6 +417,7 @@ class EdgeSession:
             self._asked = None
             self._at.deadline = None
         elif self._asked is not None:
+            self._asked_at = now
             self._at.expect_answer(now)
 
     def _on_resync(self, message: Resync, now: float) -> None:

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """All in seconds, but for ``silent_timers``: time-outs without a sign of life before moving."""
+    """All in seconds, but for ``silent_timers``: time-outs without a sign of life before moving.
+
+    ``stuck_after``: a verifier that answers but brings no verdict for so long is left: its engine
+    hangs.
+    """
 
     open_timeout: float = 1.0
     first_timeout: float = 1.0
@@ -20,6 +24,7 @@ class Timing:
     max_timeout: float = 8.0
     silent_timers: int = 3
     offline_after: float = 30.0
+    stuck_after: float = 120.0
 
 
 class ResponseTimer:

@@ -29,6 +29,7 @@ from edge_agent.core.attachment import MAX_ERRORS, MAX_FRUITLESS
 from edge_agent.core.effects import DraftNext, Finished
 from edge_agent.core.session import State
 from edge_agent.core.timing import Timing
+from edge_agent.core.trigger import Thresholds
 from tests.edge_agent.hand import OFTEN, PROMPT, Hand, config, opened
 
 
@@ -382,3 +383,36 @@ def test_a_transport_that_gave_up_ends_the_session() -> None:
 def test_impossible_wishes_are_told_before_anything_runs(changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
         config(**changes)
+
+
+def test_a_verifier_that_lives_and_never_judges_is_left() -> None:
+    hand = opened(timing=Timing(stuck_after=60.0, offline_after=1000.0))
+    hand.draft(*range(1, 9))
+    hand.session.trigger.thresholds = Thresholds(0.0, 1.0, 16)
+    hand.draft(9)
+    assert hand.session.awaiting
+    asked_at = hand.now
+    while hand.session.verifier == "v1":
+        hand.fire()
+        hand.sent()
+        if hand.session.verifier == "v1":
+            hand.resync(len(hand.session.committed) + 9)
+            hand.sent()
+    assert hand.now == pytest.approx(asked_at + 60.0)
+    assert hand.session.stats.stuck == 1
+    assert hand.session.state is State.OPENING
+
+
+def test_a_long_verification_is_waited_for() -> None:
+    hand = opened(timing=Timing(offline_after=1000.0))
+    hand.session.trigger.thresholds = Thresholds(0.0, 1.0, 16)
+    hand.draft(1)
+    begin = hand.now
+    while hand.now < begin + 100.0:
+        hand.fire()
+        hand.sent()
+        hand.resync(1)
+        hand.sent()
+    hand.verdict(0, (1, 2), accepted=1)
+    assert hand.session.committed == [1, 2]
+    assert hand.session.stats.stuck == 0
