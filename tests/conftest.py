@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Read once, when the first module brings OpenMP in: torch's threads sleep while they wait for each
+# other, instead of taking the cores from whatever else a test runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 pytest_plugins = ["tests.brokers"]
 
