@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from broker.errors import ConfigError, LocalProtocolError, ModelError
 from broker.gguf_header import read_header
+from broker.noise import exponentials, hash_ids, noise_key
 from broker.sampling import Sampler, Sampling
 from edge_agent.cpus import default_threads
 from edge_agent.draft import Proposal
@@ -343,6 +344,23 @@ class LlamaDraft:
         if not self._ready or self._logits is None:
             raise LocalProtocolError("no logits: evaluate a token first")
         return Proposal(*self._sampler.choose_with_confidence(self._logits, position, sampling))
+
+    def ranked(self, position: int, sampling: Sampling, count: int) -> list[int]:
+        """The ``count`` best choices, ``propose``'s own first; fewer where filters leave fewer.
+
+        Looks at the whole vocabulary: for recording, not for drafting. Raises as ``propose``.
+        """
+        if not self._ready or self._logits is None:
+            raise LocalProtocolError("no logits: evaluate a token first")
+        if sampling.greedy:
+            row = self._logits[: self._sampler.vocab_size]
+            return [int(token) for token in np.argsort(-row, kind="stable")[:count]]
+        ids = self._sampler.survivors(self._logits, sampling)
+        noise = exponentials(hash_ids(ids.astype(np.uint32), noise_key(sampling.seed, position)))
+        # Least exponential / probability first, in logarithms: nothing overflows there.
+        logits = self._logits[ids].astype(np.float64)
+        scores = np.log(noise) - logits / sampling.temperature
+        return [int(token) for token in ids[np.argsort(scores, kind="stable")[:count]]]
 
     def close(self) -> None:
         context, self._context = self._context, None
