@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -19,20 +17,14 @@ from typing import TYPE_CHECKING, Any
 from broker import __version__
 from broker.command import Stopped
 from broker.errors import ConfigError
-from broker.flags import add_sampling_flags, sampling_from
+from broker.flags import add_sampling_flags
 from broker.messages import VERIFY_EAGER, VERIFY_TRIGGERED
-from edge_agent.bench.cells import Cell, Result, ResultsFile, Settings, order
-from edge_agent.bench.contenders import (
-    CONTENDERS,
-    GROUPS,
-    Constants,
-    Contender,
-    read_constants,
-    select,
-)
+from edge_agent.bench import choices
+from edge_agent.bench.cells import Cell, Result, ResultsFile
+from edge_agent.bench.choices import Choices, encode
+from edge_agent.bench.contenders import CONTENDERS, GROUPS
 from edge_agent.bench.html import page
-from edge_agent.bench.link import SCENARIOS, WIRE_IDS, WIRES, Scenario, find_scenario
-from edge_agent.bench.prompts import BUILT_IN, BenchPrompt, check_names, read_prompts
+from edge_agent.bench.link import SCENARIOS, WIRE_IDS, WIRES
 from edge_agent.bench.report import Progress, as_json, failures, legend, table, texts_line
 from edge_agent.bench.summary import compared, differences, summarise
 from edge_agent.cpus import usable_cores
@@ -41,17 +33,6 @@ if TYPE_CHECKING:
     from edge_agent.llama_draft import LlamaDraftModel
 
 LoadDraft = Callable[[argparse.Namespace, Callable[[str], None]], "LlamaDraftModel"]
-
-MAX_TOKENS = 64
-_FULL_SCENARIOS = ("wifi", "4g", "far", "slow-edge", "S1", "S2", "S3", "S4")
-_FULL_PROMPTS = 8
-_FULL_MINUTES = 60.0
-_QUICK_SCENARIOS = ("wifi", "4g")
-_QUICK_POLICIES = ("main",)
-_QUICK_PROMPTS = 3
-_QUICK_TOKENS = 32
-_QUICK_MINUTES = 2.0
-_MAX_CELLS = 200_000
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +46,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--scenarios",
         metavar="NAMES",
-        help=f"comma-separated: {', '.join(SCENARIOS)} ({', '.join(_FULL_SCENARIOS)})",
+        help=f"comma-separated: {', '.join(SCENARIOS)} ({', '.join(choices.FULL_SCENARIOS)})",
     )
     what.add_argument(
         "--scenario-file", metavar="FILE", help="JSON list of scenarios of your own, run as well"
@@ -80,7 +61,10 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--prompts", metavar="FILE", help='JSONL, {"prompt": T} a line (built in)')
     what.add_argument("--raw", action="store_true", help="continue the file's prompts as text")
     what.add_argument(
-        "--prompt-count", type=int, metavar="N", help=f"only the first N prompts ({_FULL_PROMPTS})"
+        "--prompt-count",
+        type=int,
+        metavar="N",
+        help=f"only the first N prompts ({choices.FULL_PROMPTS})",
     )
     what.add_argument("--repeats", type=int, default=1, metavar="N", help="times each (1)")
     what.add_argument(
@@ -89,10 +73,11 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--quick",
         action="store_true",
-        help=f"{_QUICK_PROMPTS} prompts of {_QUICK_TOKENS} tokens, policies {_QUICK_POLICIES[0]}, "
-        f"scenarios {', '.join(_QUICK_SCENARIOS)}, where nothing else is said",
+        help=f"{choices.QUICK_PROMPTS} prompts of {choices.QUICK_TOKENS} tokens, policies "
+        f"{', '.join(choices.QUICK_POLICIES)}, scenarios {', '.join(choices.QUICK_SCENARIOS)}, "
+        "where nothing else is said",
     )
-    add_sampling_flags(parser, max_tokens=MAX_TOKENS)
+    add_sampling_flags(parser, max_tokens=choices.MAX_TOKENS)
     models = parser.add_argument_group("target model and devices")
     models.add_argument("--target", metavar="M", help="directory, hub id or GGUF file")
     models.add_argument(
@@ -129,10 +114,18 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         "--report-only", action="store_true", help="with --resume: run nothing, write the reports"
     )
     run.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds of silence after which a generation has failed (30)",
+    )
+    run.add_argument(
         "--max-minutes",
         type=float,
         metavar="F",
-        help=f"begin nothing after so long ({_FULL_MINUTES:g}; quick: {_QUICK_MINUTES:g})",
+        help=f"begin nothing after so long ({choices.FULL_MINUTES:g}; "
+        f"quick: {choices.QUICK_MINUTES:g})",
     )
 
 
@@ -144,16 +137,16 @@ def run_bench(args: argparse.Namespace, load_draft: LoadDraft) -> int:
         file = ResultsFile.resume(Path(args.resume), None)
         file.close()
         return _publish(args, file, _outputs(args))
-    bench = _Bench(args)
+    chosen = Choices(args)
     outputs = _outputs(args)
     environment = _environment()
     if args.resume:
-        file = ResultsFile.resume(Path(args.resume), bench.settings)
+        file = ResultsFile.resume(Path(args.resume), chosen.settings)
     else:
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        file = ResultsFile.create(outputs["jsonl"], bench.settings, environment, started=started)
+        file = ResultsFile.create(outputs["jsonl"], chosen.settings, environment, started=started)
     try:
-        complete = bench.run(file, load_draft)
+        complete = _run(chosen, file, load_draft)
     except Stopped:
         _publish(args, file, outputs)
         print(f"stopped: go on with the same flags and --resume {file.path}", file=sys.stderr)
@@ -169,220 +162,49 @@ def run_bench(args: argparse.Namespace, load_draft: LoadDraft) -> int:
     return code
 
 
-class _Bench:
-    """The flags, checked; raises ConfigError before anything is loaded."""
+def _run(chosen: Choices, file: ResultsFile, load_draft: LoadDraft) -> bool:
+    """Run what ``file`` lacks; whether nothing is left."""
+    args = chosen.args
+    if all(file.done(cell) for cell in chosen.cells):
+        return True
+    # Imported this late: they bring the MQTT client in.
+    from edge_agent.bench.runner import Plan, Runner, run_all
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        quick = args.quick
-        self.contenders = select(_names(args.policies, _QUICK_POLICIES if quick else ("all",)))
-        self.scenarios = _scenarios(args)
-        self.prompts = _prompts(args)
-        self.constants: Constants = {} if args.constants is None else read_constants(args.constants)
-        if quick:
-            args.max_tokens = min(args.max_tokens, _QUICK_TOKENS)
-        self.sampling = sampling_from(args)
-        self.limit_s = 60.0 * _limit_minutes(args)
-        if not 1 <= args.repeats <= 1_000:
-            raise ConfigError(f"--repeats {args.repeats} is outside 1 to 1000")
-        if args.target_threads is not None and args.target_threads < 1:
-            raise ConfigError(f"--target-threads {args.target_threads} is below 1: leave it out")
-        if args.draft is None and args.target is None and args.pair is None:
-            args.pair = "smollm2"
-        if (args.pair is None) != (args.draft is not None and args.target is not None):
-            raise ConfigError("give --draft and --target, or --pair, or none of them")
-        for name in self.constants:
-            for scenario in self.constants[name]:
-                if scenario not in self.scenarios and scenario not in SCENARIOS:
-                    raise ConfigError(f"--constants: unknown scenario {scenario!r} of {name}")
-        cores = usable_cores()
-        self.target_threads = args.target_threads or max(1, cores - 1)
-        if args.threads is None:
-            args.threads = max(1, cores - self.target_threads)
-        self.broker = _broker_kind(args.broker_kind)
-        self.cells = list(
-            order(
-                [one.name for one in self.contenders],
-                list(self.scenarios),
-                [prompt.name for prompt in self.prompts],
-                args.repeats,
-                args.seed,
-            )
-        )
-        if len(self.cells) > _MAX_CELLS:
-            raise ConfigError(f"{len(self.cells)} generations, above {_MAX_CELLS}: choose fewer")
-        self.settings = self._settings()
-
-    def _settings(self) -> Settings:
-        args = self.args
-        quant = f" {args.draft_quant}" if args.draft_quant else ""
-        return Settings(
-            draft=(args.pair or Path(args.draft).name) + quant,
-            target=args.pair or args.target,
-            dtype=args.dtype,
-            broker=self.broker,
-            draft_threads=args.threads,
-            target_threads=self.target_threads,
-            max_tokens=args.max_tokens,
-            repeats=args.repeats,
-            seed=args.seed,
-            verify=args.verify,
-            sampling=dataclasses.asdict(self.sampling),
-            policies={one.name: self._constants(one) for one in self.contenders},
-            scenarios={name: one.to_dict() for name, one in self.scenarios.items()},
-            prompts={
-                prompt.name: {"text": prompt.text, "chat": prompt.chat} for prompt in self.prompts
-            },
-        )
-
-    def _constants(self, contender: Contender) -> dict[str, Any]:
-        """Its policy by scenario, once where it is the same everywhere."""
-        found = {
-            name: dataclasses.asdict(contender.policy(self.constants, name))
-            for name in self.scenarios
-        }
-        first = next(iter(found.values()))
-        return {"all": first} if all(one == first for one in found.values()) else found
-
-    def run(self, file: ResultsFile, load_draft: LoadDraft) -> bool:
-        """Run what ``file`` lacks; whether nothing is left."""
-        args = self.args
-        if all(file.done(cell) for cell in self.cells):
-            return True
-        # Imported this late: they bring the MQTT client in.
-        from edge_agent.bench.runner import Plan, Runner, run_all
-
-        progress = Progress(len(self.cells))
-        begin = time.monotonic()
-        draft = load_draft(args, progress.note)
-        try:
-            prompts = {prompt.name: _encode(prompt, draft, args) for prompt in self.prompts}
-            plan = Plan(
-                {one.name: one for one in self.contenders},
-                self.scenarios,
-                prompts,
-                self.constants,
-                self.sampling,
-                args.max_tokens,
-                args.verify,
-                args.seed,
-                frozenset([self.prompts[0].name]),
-            )
-            target = ["--pair", args.pair] if args.pair else ["--target", args.target]
-            with Runner(
-                plan,
-                draft,
-                broker=self.broker,
-                flags=[*target, "--dtype", args.dtype],
-                threads=self.target_threads,
-                note=progress.note,
-            ) as runner:
-                spent = time.monotonic() - begin
-                progress.note(
-                    f"draft {draft.name}, target {runner.target}, {len(self.cells)} generations, "
-                    f"ready after {spent:.0f} s"
-                )
-                return run_all(runner, self.cells, file, limit_s=self.limit_s, report=progress.cell)
-        finally:
-            progress.end()
-            draft.close()
-
-
-# -- from flags -----------------------------------------------------------------------------------
-
-
-def _names(given: str | None, default: Sequence[str]) -> list[str]:
-    if given is None:
-        return list(default)
-    return [name.strip() for name in given.split(",") if name.strip()]
-
-
-def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
-    own = [] if args.scenario_file is None else _read_scenarios(args.scenario_file)
-    default = () if own else _QUICK_SCENARIOS if args.quick else _FULL_SCENARIOS
-    found = [find_scenario(name) for name in _names(args.scenarios, default)] + own
-    if not found:
-        raise ConfigError("no scenario to measure in: name some with --scenarios")
-    check_names([scenario.name for scenario in found], "--scenarios")
-    floors = {
-        "gamma_floor_s": args.gamma_floor_ms / 1000.0,
-        "forward_floor_s": args.forward_floor_ms / 1000.0,
-    }
-    for name, value in floors.items():
-        if not 0.0 <= value <= 60.0:
-            flag = name.replace("_s", "_ms").replace("_", "-")
-            raise ConfigError(f"--{flag} {value * 1000.0:g} is outside 0 to 60000")
-    return {
-        scenario.name: dataclasses.replace(
-            scenario,
-            wire=args.wire if args.wire != WIRE_IDS else scenario.wire,
-            gamma_floor_s=max(scenario.gamma_floor_s, floors["gamma_floor_s"]),
-            forward_floor_s=max(scenario.forward_floor_s, floors["forward_floor_s"]),
-        )
-        for scenario in found
-    }
-
-
-def _read_scenarios(path: str) -> list[Scenario]:
+    progress = Progress(len(chosen.cells))
+    begin = time.monotonic()
+    draft = load_draft(args, progress.note)
     try:
-        data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        cause = getattr(error, "strerror", None) or "it is no UTF-8 text"
-        raise ConfigError(f"cannot read --scenario-file {path}: {cause}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--scenario-file {path} is no JSON: {error}") from None
-    if not isinstance(data, list) or not 1 <= len(data) <= 100:
-        raise ConfigError(f"--scenario-file {path} is no list of 1 to 100 scenarios: mend it")
-    try:
-        return [Scenario.from_dict(one) for one in data]
-    except ConfigError as error:
-        raise ConfigError(f"--scenario-file {path}: {error}") from None
-
-
-def _prompts(args: argparse.Namespace) -> tuple[BenchPrompt, ...]:
-    count = args.prompt_count
-    if count is not None and count < 1:
-        raise ConfigError(f"--prompt-count {count} is below 1: leave it out for the default")
-    if args.prompts is None and args.raw:
-        raise ConfigError("--raw goes with --prompts: the built-in prompts know what they are")
-    every = BUILT_IN if args.prompts is None else read_prompts(args.prompts, chat=not args.raw)
-    return every[: count or (_QUICK_PROMPTS if args.quick else _FULL_PROMPTS)]
-
-
-def _limit_minutes(args: argparse.Namespace) -> float:
-    minutes = args.max_minutes
-    if minutes is None:
-        return _QUICK_MINUTES if args.quick else _FULL_MINUTES
-    if not 0.0 < minutes < math.inf:
-        raise ConfigError(f"--max-minutes {minutes:g} is not above 0: leave it out")
-    return float(minutes)
-
-
-def _broker_kind(kind: str) -> str:
-    from edge_agent.bench.mosquitto import find_mosquitto
-
-    installed = find_mosquitto() is not None
-    if kind == "mosquitto" and not installed:
-        raise ConfigError("mosquitto is not installed: install it, or --broker-kind embedded")
-    if kind == "auto":
-        return "mosquitto" if installed else "embedded"
-    return kind
-
-
-def _encode(
-    prompt: BenchPrompt, draft: LlamaDraftModel, args: argparse.Namespace
-) -> tuple[int, ...]:
-    text = draft.text
-    if prompt.chat and text.has_chat_template:
-        tokens = tuple(text.encode_chat([{"role": "user", "content": prompt.text}]))
-    else:
-        tokens = tuple(text.encode_prompt(prompt.text))
-    if len(tokens) + args.max_tokens > draft.context:
-        raise ConfigError(
-            f"prompt {prompt.name} has {len(tokens)} tokens; with {args.max_tokens} more it is "
-            f"longer than the draft's context of {draft.context}: shorten it, or --draft-context"
+        prompts = {prompt.name: encode(prompt, draft, args) for prompt in chosen.prompts}
+        plan = Plan(
+            {one.name: one for one in chosen.contenders},
+            chosen.scenarios,
+            prompts,
+            chosen.constants,
+            chosen.sampling,
+            args.max_tokens,
+            args.verify,
+            args.seed,
+            frozenset([chosen.prompts[0].name]),
+            args.timeout,
         )
-    return tokens
+        target = ["--pair", args.pair] if args.pair else ["--target", args.target]
+        with Runner(
+            plan,
+            draft,
+            broker=chosen.broker,
+            flags=[*target, "--dtype", args.dtype],
+            threads=chosen.target_threads,
+            note=progress.note,
+        ) as runner:
+            spent = time.monotonic() - begin
+            progress.note(
+                f"draft {draft.name}, target {runner.target}, {len(chosen.cells)} generations, "
+                f"ready after {spent:.0f} s"
+            )
+            return run_all(runner, chosen.cells, file, limit_s=chosen.limit_s, report=progress.cell)
+    finally:
+        progress.end()
+        draft.close()
 
 
 # -- what comes out -------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ from edge_agent.runtime import Generation, Request
 MAX_FLOORS = 4
 #: Times that a station whose broker or verifier has ended is started again, in one run.
 MAX_RESTARTS = 5
-#: Seconds of silence after which a cell has failed.
-SILENCE_S = 30.0
 #: Tokens written once over each link before anything is measured.
 _WARM_UP = 8
 
@@ -35,7 +33,7 @@ _WARM_UP = 8
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is run. ``prompts``: token ids by name. ``timelines``: prompts whose first repeat keeps
-    its timeline.
+    its timeline. ``silence_s``: seconds of silence after which a cell has failed.
     """
 
     contenders: Mapping[str, Contender]
@@ -47,6 +45,7 @@ class Plan:
     verify: str
     seed: int
     timelines: frozenset[str] = frozenset()
+    silence_s: float = 30.0
 
 
 class Pace:
@@ -211,7 +210,7 @@ class Runner:
                 plan.sampling.seed + cell.repeat,
             ),
             contender.policy(plan.constants, cell.scenario),
-            timing=Timing(offline_after=SILENCE_S),
+            timing=Timing(offline_after=plan.silence_s),
             verify=plan.verify,
         )
         watch = Watch()
