@@ -45,6 +45,7 @@ from edge_agent.bench.virtual_verifier import Judge, VirtualVerifier
 from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
 from edge_agent.core.effects import Commit, DraftNext
 from edge_agent.core.policies import Policy
+from edge_agent.core.sending import Estimates
 from edge_agent.core.session import EdgeSession, Outgoing
 from edge_agent.core.timing import Timing
 from edge_agent.wire import publication
@@ -81,15 +82,16 @@ def replay(
     overhead: Overhead | None = None,
     seed: int = 0,
     phase_s: float = 0.0,
+    estimates: Estimates | None = None,
     timeline: bool = False,
     verifier: Judge | None = None,
 ) -> Result:
     """Run ``policy`` on ``trace`` over the scenario's link, from the request to the last token.
 
-    ``verify``: how the verifier serves (VERIFY_TRIGGERED or VERIFY_EAGER). ``seed``: of the link's
-    jitter and stalls. ``phase_s``: how long the link's schedule has been running. ``timeline``:
-    keep the spans. ``verifier``: another one than ``VirtualVerifier``. ``timing``: None for the
-    usual one, on a padded wire PATIENT.
+    ``verify``: how the verifier serves (VERIFY_TRIGGERED or VERIFY_EAGER). ``timing``: None for the
+    usual one, on a padded wire PATIENT. ``seed``: of the link's jitter and stalls. ``phase_s``: how
+    long the link's schedule has been running. ``estimates``: what an earlier session on the device
+    left. ``timeline``: keep the spans. ``verifier``: another one than ``VirtualVerifier``.
 
     Raises ConfigError for a link with cuts, and whatever ends the session with an error.
     """
@@ -102,6 +104,7 @@ def replay(
         verify=verify,
         timing=timing or (PATIENT if scenario.pad_bytes_per_token else Timing()),
         overhead=overhead or Overhead(),
+        estimates=estimates,
     )
     run.link = LinkModel(scenario.link, seed=seed, start=-phase_s)
     run.verifier = verifier or VirtualVerifier(trace)
@@ -113,19 +116,25 @@ def replay(
 def replay_all(
     traces: Sequence[Trace], policy: Policy, scenario: Scenario, *, verify: str = VERIFY_TRIGGERED
 ) -> list[Result]:
-    """Replay each of ``traces``. A link that changes over time is met all over its schedule."""
+    """Replay ``traces`` one after the other on one device, which keeps what it has learnt.
+
+    A link that changes over time is met all over its schedule.
+    """
     period = scenario.link.rates_repeat_s
-    return [
-        replay(
-            trace,
-            policy,
-            scenario,
-            verify=verify,
-            seed=index,
-            phase_s=period * index / len(traces),
+    results: list[Result] = []
+    for index, trace in enumerate(traces):
+        results.append(
+            replay(
+                trace,
+                policy,
+                scenario,
+                verify=verify,
+                seed=index,
+                phase_s=period * index / len(traces),
+                estimates=results[-1].estimates if results else None,
+            )
         )
-        for index, trace in enumerate(traces)
-    ]
+    return results
 
 
 class _Draft:
@@ -173,6 +182,7 @@ class _Replay:
         verify: str,
         timing: Timing,
         overhead: Overhead,
+        estimates: Estimates | None,
     ) -> None:
         self.trace, self.policy, self.scenario = trace, policy, scenario
         self.overhead = overhead
@@ -189,13 +199,15 @@ class _Replay:
             verify=verify,
             local=LOCAL_ONLY if policy.local else LOCAL_FORBID,
         )
-        self.session = EdgeSession(config, timing=timing, now=0.0, policy=policy)
+        self.session = EdgeSession(
+            config, timing=timing, now=0.0, policy=policy, estimates=estimates
+        )
         self.draft = _Draft(trace, scenario.gamma_floor_s)
         self.now = 0.0
         self.up: deque[tuple[float, EdgeMessage]] = deque()
         self.down: deque[tuple[float, VerifierMessage]] = deque()
         self.inbox: deque[VerifierMessage] = deque()  # arrived while a token was being drafted
-        self.drafting: tuple[float, DraftNext, int, float] | None = None
+        self.drafting: tuple[float, DraftNext, tuple[int, float, float]] | None = None
         self.forward: tuple[float, float] | None = None  # until, seconds
         self.ahead: deque[bool] = deque()  # per unverified token: drafted while a verdict is due
         self.commits: list[Committed] = []
@@ -264,9 +276,10 @@ class _Replay:
             if isinstance(effect, Commit):
                 self.commits.append(Committed(now, effect.start, len(effect.tokens)))
             elif isinstance(effect, DraftNext):
-                token, confidence, seconds = self.draft.feed(effect)
+                answer = self.draft.feed(effect)
+                seconds = answer[2]
                 self.draft_s += seconds
-                self.drafting = (now + seconds, effect, token, confidence)
+                self.drafting = (now + seconds, effect, answer)
                 if self.spans is not None:
                     self.spans.append(Span(DRAFT, now, now + seconds, 1))
                 return
@@ -279,10 +292,10 @@ class _Replay:
 
     def _drafted(self) -> None:
         assert self.drafting is not None
-        (_, effect, token, confidence), self.drafting = self.drafting, None
+        (_, effect, (token, confidence, seconds)), self.drafting = self.drafting, None
         before = self.session.stats.drafted
         awaited = self.session.awaiting
-        self.session.drafted(effect, token, confidence, self.now)
+        self.session.drafted(effect, token, confidence, self.now, seconds)
         if self.session.stats.drafted > before and not self.policy.local:
             self.ahead.append(awaited)
             self.proactive += awaited
@@ -363,6 +376,7 @@ class _Replay:
             forward_s=self.forward_s,
             uplink_s=self.link.up.busy_s,
             timeouts=stats.timeouts,
+            estimates=self.session.sending.estimates,
             commits=tuple(commits),
             timeline=() if self.spans is None else tuple(self.spans),
             **self.counts,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from edge_agent.core.sending import Estimates
+
 DRAFT, UPLINK, FORWARD, DOWNLINK = "draft", "uplink", "forward", "downlink"
 
 
@@ -41,6 +43,7 @@ class Result:
     of them outlived it. ``bytes_up``, ``bytes_down``: payloads. ``charged_up``: bytes on the
     uplink, topics and padding included. ``draft_s``, ``forward_s``, ``uplink_s``: time that the
     draft model, the target and the uplink were busy. ``timeouts``: answers that were overdue.
+    ``estimates``: what the session leaves to the next one.
     """
 
     trace: str
@@ -64,6 +67,7 @@ class Result:
     forward_s: float
     uplink_s: float
     timeouts: int
+    estimates: Estimates
     commits: tuple[Committed, ...]
     timeline: tuple[Span, ...]
 

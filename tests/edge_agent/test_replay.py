@@ -29,7 +29,8 @@ from edge_agent.bench.replay_command import main
 from edge_agent.bench.replay_result import DOWNLINK, DRAFT, FORWARD, UPLINK, Result
 from edge_agent.bench.traces import Trace, write_traces
 from edge_agent.bench.virtual_verifier import CONTEXT, VERIFIER_ID
-from edge_agent.core.policies import Policy, find_policy
+from edge_agent.core.policies import SEND_PLANNED, Policy, find_policy
+from edge_agent.core.sending import Estimates
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from tests.edge_agent.bench_traces import EOS, make_trace, random_trace
@@ -318,6 +319,24 @@ def test_a_schedule_of_rates_is_met_in_different_phases() -> None:
     trace = make_trace([True] * 40)
     results = replay_all([trace] * 8, vanilla(4), find_scenario("S4").with_wire("full-probs"))
     assert len({round(result.seconds, 6) for result in results}) > 4
+
+
+def test_a_session_learns_the_link_of_the_scenario() -> None:
+    traces = [random_trace(seed) for seed in range(4)]
+    result = replay_all(traces, vanilla(4), find_scenario("4g"))[-1]
+    # 15 ms of start-up, 25 ms on the way there and back, and what the system itself costs.
+    assert result.estimates.link.alpha == pytest.approx(0.0658, rel=0.02)
+
+
+def test_a_device_keeps_what_it_has_learnt() -> None:
+    traces = [random_trace(seed) for seed in range(4)]
+    planned = dataclasses.replace(find_policy("pipesd"), sending=SEND_PLANNED)
+    scenario = find_scenario("4g")
+    results = replay_all(traces, planned, scenario)
+    assert results[0].estimates != Estimates()
+    alone = replay(traces[-1], planned, scenario, seed=3)
+    warm = replay(traces[-1], planned, scenario, seed=3, estimates=results[-2].estimates)
+    assert warm == results[-1] != alone
 
 
 def test_a_link_with_cuts_is_refused() -> None:
