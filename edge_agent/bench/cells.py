@@ -62,18 +62,21 @@ class Settings:
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """The first setting in which ``other`` differs, with both values; None: they are equal."""
         # As JSON has it: a tuple that comes back as a list is no difference.
-        mine: dict[str, Any] = json.loads(json.dumps(self.to_dict()))
-        for name in dict.fromkeys((*mine, *other)):
-            here, there = mine.get(name), other.get(name)
-            if here == there:
-                continue
-            if isinstance(here, dict) and isinstance(there, dict):
-                if list(here) != list(there):
-                    return f"{name} were {', '.join(there)} and are {', '.join(here)}"
-                inner = next(key for key in here if here[key] != there[key])
-                return f"{name}: {inner} was {_short(there[inner])} and is {_short(here[inner])}"
-            return f"{name} was {_short(there)} and is {_short(here)}"
+        return _difference(json.loads(json.dumps(other)), json.loads(json.dumps(self.to_dict())))
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any], path: str = "") -> str | None:
+    if before == now:
         return None
+    if list(before) != list(now):
+        what = path or "settings"
+        return f"{what} were {', '.join(before) or 'none'} and are {', '.join(now) or 'none'}"
+    name = next(name for name in now if before[name] != now[name])
+    old, new = before[name], now[name]
+    path = f"{path}: {name}" if path else name
+    if isinstance(old, dict) and isinstance(new, dict):
+        return _difference(old, new, path)
+    return f"{path} was {_short(old)} and is {_short(new)}"
 
 
 def _short(value: object) -> str:
