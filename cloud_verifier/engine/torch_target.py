@@ -38,8 +38,10 @@ _SHIFTING_ROPES = ("dynamic", "longrope")
 _GREEDY = Sampling()
 
 _CHECK_TOKENS = 12
-# Largest difference of the check at loading, in standard deviations of the logits.
-_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.25}
+# The check at loading: root mean square difference of a middling row, in standard deviations of its
+# logits. With so few and so odd tokens, bfloat16 models differ by 0.06 to 0.13 from themselves.
+_TOLERANCE = {torch.float32: 0.01}
+_COARSE = 0.4
 
 
 class TorchTarget:
@@ -252,11 +254,12 @@ class TorchTarget:
                 work = Work(0, keep, tuple(fed), len(tokens) - half, 0, _GREEDY)
                 found = self.logits([work])
         self.free(0)
-        difference = (found.float() - expected).abs().max() / expected.std().clamp_min(1e-9)
-        if not float(difference) <= _TOLERANCE.get(self._dtype, 0.25):
+        error = (found.float() - expected).square().mean(dim=1).sqrt()
+        difference = float((error / expected.std(dim=1).clamp_min(1e-9)).median())
+        if not difference <= _TOLERANCE.get(self._dtype, _COARSE):
             raise ModelError(
                 f"{self.name} is not computed as transformers does (logits differ by "
-                f"{float(difference):.3g} deviations): serve it with --engine llama"
+                f"{difference:.3g} deviations): serve it with --engine llama"
             )
 
 
@@ -323,7 +326,9 @@ def _end_ids(
             ends.add(named)
         elif named is not None:
             ends.update(int(token) for token in named)
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    # Only special ones: "</s>" is an ordinary piece of HTML in some vocabularies.
+    added = tokenizer.added_tokens_decoder.items()
+    special = set(tokenizer.all_special_ids) | {token for token, text in added if text.special}
     ends.update(token for token in special if token < len(tokens) and tokens[token] in END_TOKENS)
     return {token for token in ends if 0 <= token < len(tokens)}
 

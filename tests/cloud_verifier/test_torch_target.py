@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from broker.errors import ConfigError, ModelError
 from broker.sampling import Sampling
-from cloud_verifier.engine import torch_linear
+from cloud_verifier.engine import torch_attention, torch_linear
 from cloud_verifier.engine.slots import BLOCK
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_target import TorchTarget
@@ -240,6 +240,21 @@ def test_what_cannot_be_held_exactly_is_refused(config: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_wrong_computation_is_noticed_at_loading(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_target("llama", dtype=dtype)
+    attend = torch_attention._attend
+
+    def without_mask(*tensors: torch.Tensor, **settings: float | None) -> torch.Tensor:
+        return attend(*tensors[:3], torch.zeros_like(tensors[3]), **settings)
+
+    monkeypatch.setattr(torch_attention, "_attend", without_mask)
+    with pytest.raises(ModelError, match="not computed as transformers"):
+        tiny_target("llama", dtype=dtype)
+
+
 def test_a_mixture_of_experts_is_taken() -> None:
     config = config_of(
         "MixtralConfig", num_local_experts=4, max_position_embeddings=64, initializer_range=0.2
@@ -302,12 +317,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers.models import WordLevel
 
     path = tmp_path_factory.mktemp("models") / "tiny-llama"
-    words = {f"w{i}": i for i in range(VOCAB - 2)} | {"<|im_end|>": 95, "</s>": 96}
+    words = {f"w{i}": i for i in range(94)} | {"<|end|>": 94, "<|im_end|>": 95, "</s>": 96}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
         eos_token="</s>",
         additional_special_tokens=["<|im_end|>"],
     )
+    tokenizer.add_tokens(["<|end|>"])  # spelled like an end, and an ordinary token
     tokenizer.save_pretrained(path)
     model = copy.deepcopy(model_of("llama"))
     model.generation_config.eos_token_id = [3]
