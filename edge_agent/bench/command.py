@@ -25,7 +25,15 @@ from edge_agent.bench.choices import Choices, encode
 from edge_agent.bench.contenders import CONTENDERS, GROUPS
 from edge_agent.bench.html import page
 from edge_agent.bench.link import SCENARIOS, WIRE_IDS, WIRES
-from edge_agent.bench.report import Progress, as_json, failures, legend, table, texts_line
+from edge_agent.bench.report import (
+    Progress,
+    as_json,
+    failures,
+    legend,
+    load_line,
+    table,
+    texts_line,
+)
 from edge_agent.bench.summary import compared, differences, summarise
 from edge_agent.cpus import usable_cores
 
@@ -287,7 +295,8 @@ def _publish(args: argparse.Namespace, file: ResultsFile, outputs: Mapping[str, 
             name: name if one["wire"] == WIRE_IDS else f"{name} [{one['wire']}]"
             for name, one in settings["scenarios"].items()
         }
-        for line in (*table(rows, labels), *legend(), *texts):
+        busy = load_line(rows, file.header["environment"].get("cores", 1))
+        for line in (*table(rows, labels), *legend(), *texts, *([busy] if busy else [])):
             print(line)
         print(f"{outputs['html']}, {outputs['json']}, {file.path}", flush=True)
     broken = failures(results)

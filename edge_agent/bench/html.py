@@ -9,7 +9,7 @@ from typing import Any
 
 from edge_agent.bench.cells import Result
 from edge_agent.bench.contenders import CONTENDERS, REFERENCE
-from edge_agent.bench.report import cells_of
+from edge_agent.bench.report import cells_of, load_line, remarks
 from edge_agent.bench.summary import Row
 from edge_agent.bench.svg import Bar, bars, gantt
 
@@ -95,8 +95,11 @@ def page(
         f'<p class="{"good" if same else "bad"}">{"<br>".join(map(escape, texts))}</p>',
         '<p class="note">Links are emulated between the agent and a real broker; models and '
         "protocol are real. Device and target share this machine.</p>",
-        *_overview(rows, scenarios),
     ]
+    busy = load_line(rows, header["environment"].get("cores", 1))
+    if busy is not None:
+        parts.append(f'<p class="bad">{escape(busy)}</p>')
+    parts += _overview(rows, scenarios)
     for scenario in scenarios:
         mine = [row for row in rows if row.scenario == scenario]
         definition = settings["scenarios"].get(scenario, {})
@@ -161,6 +164,7 @@ def _section(
     if definition.get("note"):
         lines.append(f'<p class="note">{escape(str(definition["note"]))}</p>')
     lines += _table(rows)
+    lines += [f'<p class="note">{escape(line)}</p>' for line in remarks(rows)]
     lines.append("<h3>Time per token, ms: median, quartiles, single prompts</h3>")
     lines.append(
         bars(

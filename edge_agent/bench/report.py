@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -124,7 +125,32 @@ def table(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
         lines += ["", f"{labels.get(scenario, scenario)}  {_conditions(mine)}"]
         lines.append(line({key: title for title, key in _COLUMNS}))
         lines += [line(text) for name, text in texts if name == scenario]
+        lines += remarks(mine)
     return lines
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What disturbed the measurement in a scenario."""
+    repeated = [f"{row.policy} {row.timeouts}" for row in rows if row.timeouts]
+    lines = []
+    if repeated:
+        lines.append(f"requests repeated for want of a verdict in time: {', '.join(repeated)}")
+    failed = [f"{row.policy} {row.failed}" for row in rows if row.failed]
+    if failed:
+        lines.append(f"failed, and left out for all: {', '.join(failed)}")
+    return lines
+
+
+def load_line(rows: Sequence[Row], cores: int) -> str | None:
+    """A warning where other work took the cores; None on a quiet machine."""
+    load = statistics.median(row.load for row in rows) if rows else 0.0
+    # The bench itself keeps about as many threads busy as there are cores, and one more.
+    if load <= cores + 1.5:
+        return None
+    return (
+        f"the machine was busy (load {load:.1f} on {cores} cores): times are longer than on a "
+        "quiet one, for all policies alike"
+    )
 
 
 def _conditions(rows: Sequence[Row]) -> str:

@@ -17,7 +17,7 @@ from edge_agent.bench.contenders import Constants, Contender
 from edge_agent.bench.link import Scenario
 from edge_agent.bench.stations import Device, Station, steady
 from edge_agent.bench.watch import Span, Watch
-from edge_agent.core.policies import find_policy
+from edge_agent.core.policies import Policy, find_policy
 from edge_agent.core.timing import Timing
 from edge_agent.draft import DraftModel
 from edge_agent.runtime import Generation, Request
@@ -197,7 +197,7 @@ class Runner:
 
     def _measure(self, cell: Cell, device: Device, identity: Mapping[str, Any]) -> Result:
         plan = self.plan
-        contender = plan.contenders[cell.policy]
+        policy = plan.contenders[cell.policy].policy(plan.constants, cell.scenario)
         request = Request(
             plan.prompts[cell.prompt],
             plan.max_tokens,
@@ -209,8 +209,8 @@ class Runner:
                 plan.sampling.min_p,
                 plan.sampling.seed + cell.repeat,
             ),
-            contender.policy(plan.constants, cell.scenario),
-            timing=Timing(offline_after=plan.silence_s),
+            policy,
+            timing=timing(plan.scenarios[cell.scenario], policy, plan.silence_s),
             verify=plan.verify,
         )
         watch = Watch()
@@ -247,6 +247,24 @@ class Runner:
             wire_down=after.bytes_down - before.bytes_down,
             timeline=timeline,
         )
+
+
+def timing(scenario: Scenario, policy: Policy, silence_s: float) -> Timing:
+    """The session's timers; patient where each token is charged as a whole distribution.
+
+    Else a draft would be repeated while its first copy still goes up, and be charged again.
+    """
+    usual = Timing(offline_after=silence_s)
+    if not scenario.pad_bytes_per_token or scenario.link.up_bps is None:
+        return usual
+    slowest = min([scenario.link.up_bps, *(r.up_bps or 1e12 for r in scenario.link.rates)])
+    upload = min(60.0, policy.max_ahead * scenario.pad_bytes_per_token * 8.0 / slowest)
+    return Timing(
+        first_timeout=usual.first_timeout + upload,
+        min_timeout=usual.min_timeout + upload,
+        max_timeout=usual.max_timeout + upload,
+        offline_after=silence_s + upload,
+    )
 
 
 def _offset(scenario: Scenario, group: int) -> float:

@@ -25,6 +25,7 @@ class Row:
     the median over repeats. ``after_first_ms``: median per token after the first, so without the
     prompt's cost. ``acceptance``, ``kept``: shares, None where there was nothing to accept or keep.
     ``draft_length``: tokens judged per verdict. ``gamma_ms``, ``forward_ms``: medians.
+    ``timeouts``: requests repeated because no verdict came in time. ``load``: the machine's.
     ``speedup_cloud``, ``speedup_baseline``: the other's TPT over this one's, median over the same
     cells; above 1 is faster. ``baseline``: the best one.
     """
@@ -51,6 +52,8 @@ class Row:
     kept: float | None
     gamma_ms: float | None
     forward_ms: float | None
+    timeouts: int
+    load: float
     speedup_cloud: float | None = None
     speedup_baseline: float | None = None
     baseline: str | None = None
@@ -212,4 +215,6 @@ def _row(scenario: str, policy: str, cells: Mapping[tuple[str, int], Result], fa
         kept=sum(one.kept for one in results) / decided if decided else None,
         gamma_ms=1000.0 * statistics.median(gammas) if gammas else None,
         forward_ms=statistics.median(times) if times else None,
+        timeouts=sum(one.timeouts for one in results),
+        load=statistics.median(one.load for one in results),
     )

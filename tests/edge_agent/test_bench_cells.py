@@ -8,7 +8,10 @@ import pytest
 
 from broker.errors import ConfigError
 from edge_agent.bench.cells import Cell, ResultsFile, order
-from edge_agent.bench.runner import Pace, run_all
+from edge_agent.bench.link import SCENARIOS
+from edge_agent.bench.runner import Pace, run_all, timing
+from edge_agent.core.policies import find_policy
+from edge_agent.core.timing import Timing
 from tests.edge_agent.bench_results import TIMELINE, result, settings
 
 POLICIES, PLACES, PROMPTS = ["pipesd", "hsl", "cloud"], ["wifi", "far"], ["a", "b", "c"]
@@ -181,6 +184,20 @@ def test_nothing_begins_after_the_limit(tmp_path) -> None:
     assert runner.ran == cells[:3]
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 4
     json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+
+
+def test_timers_are_patient_where_each_token_is_charged_as_a_distribution() -> None:
+    policy = find_policy("pipesd")
+    usual = timing(SCENARIOS["S1"], policy, 30.0)
+    assert usual == Timing(offline_after=30.0)
+    patient = timing(SCENARIOS["S1"].with_wire("full-probs"), policy, 30.0)
+    # 0.116 s for each of the tokens that may be under way.
+    upload = policy.max_ahead * 0.116
+    assert patient.first_timeout == pytest.approx(usual.first_timeout + upload)
+    assert patient.min_timeout == pytest.approx(usual.min_timeout + upload)
+    assert timing(SCENARIOS["loopback"].with_wire("full-probs"), policy, 30.0) == usual
+    slowest = timing(SCENARIOS["S4"].with_wire("full-probs"), policy, 30.0)
+    assert slowest.first_timeout > patient.first_timeout
 
 
 def test_the_time_left_follows_what_cells_of_a_kind_took() -> None:

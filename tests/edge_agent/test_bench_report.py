@@ -17,6 +17,8 @@ from edge_agent.bench.report import (
     cells_of,
     duration,
     failures,
+    load_line,
+    remarks,
     table,
     texts_line,
 )
@@ -60,6 +62,29 @@ def test_the_table_has_a_line_for_each_policy_in_columns() -> None:
     assert texts["vanilla"]["best"] == "best"
     assert texts["cloud"]["acceptance"] == texts["cloud"]["kept"] == "-"
     assert texts["local"]["best"] == texts["local"]["bytes"] == texts["local"]["forwards"] == "-"
+
+
+def test_what_disturbed_a_measurement_is_said() -> None:
+    calm = summarise([result("pipesd", load=2.0)], POLICIES, ["4g"])
+    assert remarks(calm) == []
+    assert load_line(calm, 2) is None
+    assert load_line([], 2) is None
+    disturbed = summarise(
+        [
+            result("pipesd", timeouts=3, load=9.0),
+            result("cloud", load=9.0),
+            result("cloud", prompt="b", error="gone"),
+        ],
+        POLICIES,
+        ["4g"],
+    )
+    lines = table(disturbed, {})
+    assert "requests repeated for want of a verdict in time: pipesd 3" in lines
+    assert "failed, and left out for all: cloud 1" in lines
+    assert "load 9.0 on 2 cores" in str(load_line(disturbed, 2))
+    text = page(header(), disturbed, [], ["texts"], planned=3)
+    assert "pipesd 3" in text
+    assert "the machine was busy" in text
 
 
 def test_equal_texts_are_said_and_differences_named() -> None:
