@@ -132,6 +132,7 @@ class Agent:
         self.rejected: Counter[str] = Counter()  # input dropped, by cause (a fixed set)
         self._transport = transport
         self._lock = threading.Lock()
+        self._forgotten = threading.Condition(self._lock)
         self._generations: dict[str, Generation] = {}
         self._verifiers: dict[str, VerifierStatus] = {}
         self._state: ConnectionEvent | None = None
@@ -144,12 +145,20 @@ class Agent:
         self._transport.start(self._on_message, self._on_event)
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Cancel what runs and say goodbye; idempotent."""
-        with self._lock:
-            running = list(self._generations.values())
-        for generation in running:
-            generation.cancel()
-        self._transport.stop(timeout)
+        """Cancel what runs and say goodbye, in at most ``timeout`` seconds; idempotent.
+
+        Half of them are for generations that other threads drive, to tell their verifiers.
+        """
+        deadline = self.clock.now() + timeout
+        with self._forgotten:
+            for generation in self._generations.values():
+                generation.cancel()
+            me = threading.get_ident()
+            self._forgotten.wait_for(
+                lambda: all(one.driver in (None, me) for one in self._generations.values()),
+                timeout / 2,
+            )
+        self._transport.stop(max(0.0, deadline - self.clock.now()))
 
     @property
     def connected(self) -> bool:
@@ -194,8 +203,9 @@ class Agent:
 
     def forget(self, session: str, estimates: Estimates) -> None:
         """A generation has ended; what it learnt of link and draft model serves the next."""
-        with self._lock:
+        with self._forgotten:
             self._generations.pop(session, None)
+            self._forgotten.notify_all()
             self._estimates = estimates
 
     # -- the transport's thread -----------------------------------------------------------------
@@ -262,6 +272,7 @@ class Generation:
         self.finish: str | None = None
         self.dropped = 0  # messages that found the inbox full
         self.draft_seconds = 0.0
+        self.driver: int | None = None  # the thread that iterates over it
         self.draft_error: ModelError | None = None
         self._agent = agent
         self._core = core
@@ -322,6 +333,7 @@ class Generation:
         if self._started:
             return
         self._started = True
+        self.driver = threading.get_ident()
         try:
             yield from self._drive()
         finally:

@@ -340,6 +340,25 @@ def test_one_of_two_generations_can_be_cancelled(url: str) -> None:
         assert wait_until(lambda: replica.sessions == 0)
 
 
+def test_a_device_that_stops_gives_its_places_back(url: str) -> None:
+    """In order, also while other threads wait for tokens; without waiting for their consumers."""
+    with Replica(url, PacedTarget(seconds=0.01)) as replica:
+        with Device(url, mostly_right()) as device:
+            running = [device.run((number, 1), 100_000) for number in range(3)]
+            assert all(one.reached(1) for one in running)
+        for one in running:
+            one.wait(5)
+            assert one.generation.finish == "cancelled"
+        assert wait_until(lambda: replica.sessions == 0)
+        assert replica.core.stats.closed == 3
+        with Device(url, mostly_right()) as device:
+            held = iter(device.generate(max_tokens=100_000))
+            next(held)  # and never again
+            begin = time.monotonic()
+            device.stop()
+            assert time.monotonic() - begin < 2.0
+
+
 def test_two_verifiers_share_the_sessions_and_one_dies(url: str) -> None:
     """Each session is taken by exactly one replica, and moves when that one is gone."""
     targets = [PacedTarget(seconds=0.005), PacedTarget(seconds=0.005)]
