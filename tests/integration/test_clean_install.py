@@ -117,6 +117,7 @@ def test_verifier_installs_without_llama_cpp(cloud: Installed) -> None:
 
 
 def test_device_asked_for_the_target_names_the_extra(edge: Installed, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     model = ("generate", "--target", str(tmp_path), "--prompt", "x")
     assert "pipesd[cloud]" in edge.refusal("cloud-verifier", *model)
     assert "pip install 'pipesd[" in edge.refusal("edge-agent", "demo", "--prompt", "x")
