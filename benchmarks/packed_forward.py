@@ -96,6 +96,7 @@ def ratios_of(ms: dict[str, float]) -> dict[str, tuple[float, float | None]]:
     many = f"{SESSIONS}x5"
     return {
         f"{many} / 1x5": (ms[many] / ms["1x5"], BATCH_MARK),
+        f"{many} / plain 5": (ms[many] / ms["plain 5"], None),
         f"{SESSIONS}x1 / 1x1": (ms[f"{SESSIONS}x1"] / ms["1x1"], None),
         "1x1 / plain 1": (ms["1x1"] / ms["plain 1"], PLAIN_MARK),
         "1x5 / plain 5": (ms["1x5"] / ms["plain 5"], PLAIN_MARK),

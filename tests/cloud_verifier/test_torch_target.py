@@ -468,7 +468,10 @@ def test_gemma3_sees_its_window_and_no_further(one_thread: None) -> None:
     model = library.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     window = model.config.sliding_window
     assert len(ids) > window + 100
-    expected = plain_logits(model, ids, len(tokenizer))[-20:]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=20).logits[
+            0
+        ]
     del model
     target = TorchTarget.load(path)
     assert window in windows_of(target)
@@ -476,5 +479,5 @@ def test_gemma3_sees_its_window_and_no_further(one_thread: None) -> None:
     target.forward([Work(0, 0, tuple(ids[:300]), 0, 0, GREEDY)])
     target.forward([Work(0, 300, tuple(ids[300:690]), 0, 0, GREEDY)])
     found = rows_of(target, 0, 680, ids[680:])
-    assert torch.allclose(found, expected[-len(found) :], atol=2e-3, rtol=1e-3)
+    assert torch.allclose(found, expected, atol=2e-3, rtol=1e-3)
     assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
