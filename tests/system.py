@@ -57,25 +57,24 @@ class PacedTarget(ScriptedTarget):
     """A scripted target that takes ``seconds`` for a forward."""
 
     def __init__(self, script: Script = SCRIPT, *, seconds: float = 0.0, **options: Any) -> None:
-        settings: dict[str, Any] = {"vocab_size": VOCAB, "vocab_hash": VOCAB_HASH, **options}
+        settings: dict[str, Any] = {
+            "vocab_size": VOCAB,
+            "vocab_hash": VOCAB_HASH,
+            "context": 1 << 20,
+            **options,
+        }
         super().__init__(script=script, **settings)
         self.seconds = seconds
-        self.busy = threading.Event()
-        """Set while a forward runs."""
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """As ScriptedTarget.forward, later."""
-        self.busy.set()
-        try:
-            if self.seconds:
-                time.sleep(self.seconds)
-            return super().forward(batch)
-        finally:
-            self.busy.clear()
+        if self.seconds:
+            time.sleep(self.seconds)
+        return super().forward(batch)
 
 
 def scripted_draft(oracle: Oracle, **options: Any) -> ScriptedDraftModel:
-    settings: dict[str, Any] = {"vocab_hash": VOCAB_HASH, **options}
+    settings: dict[str, Any] = {"vocab_hash": VOCAB_HASH, "context": 1 << 20, **options}
     return ScriptedDraftModel(oracle, settings.pop("vocab_size", VOCAB), **settings)
 
 

@@ -184,6 +184,21 @@ def test_without_its_verifier_a_session_moves_to_another(url: str) -> None:
             assert second.core.stats.opens == 1
 
 
+def test_the_second_device_of_a_name_is_told_so(url: str) -> None:
+    """Case 9, through the agent: one error that names the id; the first one's text is untouched."""
+    with Replica(url, PacedTarget(seconds=0.005)), Device(url, mostly_right(), "twin") as first:
+        running = first.run(max_tokens=100_000)
+        assert running.reached(10)
+        with Device(url, mostly_right(), "twin") as second:
+            with pytest.raises(TransportError, match="another client uses the id 'device-twin'"):
+                second.write(max_tokens=100_000)
+            assert second.transport.states[-1] is ConnectionState.FAILED
+        assert running.reached(len(running.tokens) + 20)
+        running.generation.cancel()
+        tokens = running.wait()
+        assert tokens == continuation(PROMPT, len(tokens))
+
+
 def test_a_prompt_above_the_packet_limit_is_a_local_error(tmp_path: Path) -> None:
     """Case 17: named, with the link up, and the next generation as if nothing had been."""
     with (
