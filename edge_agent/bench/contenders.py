@@ -179,7 +179,9 @@ def check_constants(data: object, what: str) -> dict[str, dict[str, dict[str, fl
 
 def _table(data: object, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise ConfigError(f"{what}: {str(data)[:40]!r} is no table: see docs/benchmarks.md")
+        raise ConfigError(
+            f"{what}: {str(data)[:40]!r} is no table, as {{policy: {{scenario: {{r1: ...}}}}}} is"
+        )
     return data
 
 

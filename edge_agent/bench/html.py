@@ -25,7 +25,7 @@ padding-top:1rem}h3{font-size:1rem;margin:1.2rem 0 .3rem}
 p.note,figcaption,small{color:var(--soft);font-size:.87rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.87rem}
 th,td{padding:.22rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
-th:first-child,td:first-child{text-align:left}
+th:first-child,td:first-child{text-align:left;white-space:nowrap}
 td.first{font-weight:700}tr.system td:first-child{color:var(--system);font-weight:700}
 .scroll{overflow-x:auto}.charts{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0}
 .good{color:var(--draft)}.bad{color:var(--bad);font-weight:700}
