@@ -21,6 +21,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from broker.sampling import Sampling
+from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_target import TorchTarget
 
 ROWS = 104  # of the embedding; the vocabulary is smaller, as padded embeddings are
@@ -124,3 +126,14 @@ def plain_logits(model: Any, sequence: Sequence[int], vocab_size: int = VOCAB) -
     """What transformers computes without a cache: float[len(sequence), vocab_size]."""
     logits: torch.Tensor = model(input_ids=torch.tensor([list(sequence)]), use_cache=False).logits
     return logits[0, :, :vocab_size]
+
+
+def sequence_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(VOCAB, (length,), generator=generator).tolist()
+    return tokens
+
+
+def rows_of(target: TorchTarget, slot: int, keep: int, tokens: list[int]) -> torch.Tensor:
+    """Logits after each of ``tokens``: float[len(tokens), vocab]."""
+    return target.logits([Work(slot, keep, tuple(tokens), len(tokens), 0, Sampling())])
