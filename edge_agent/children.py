@@ -25,8 +25,7 @@ def _environment(threads: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_PREFIX) or name in _SHARED
     }
-    # Threads that spin while they wait take the cores from the drafts on the same machine.
-    return {"OMP_WAIT_POLICY": "passive", **ours, "OMP_NUM_THREADS": str(threads)}
+    return {**ours, "OMP_NUM_THREADS": str(threads)}
 
 
 class Child:

@@ -23,7 +23,9 @@ class SessionConfig:
     """One generation. ``context``: tokens that the draft model can hold.
 
     ``max_ahead``: unverified tokens that may exist at a time. ``min_survival``: while a verdict is
-    awaited, drafting pauses when the chance of the whole draft falls below this. ``local``:
+    awaited, drafting pauses when the chance of the whole draft falls below this. ``ask_first``: ask
+    for a token as soon as a verifier has the session, drafted or not: the prompt must go through
+    the target anyway, and the choice after it costs next to nothing. ``local``:
     "forbid" (silence for ``Timing.offline_after`` seconds is an error), "allow" (go on alone),
     "only" (never ask). Raises ConfigError.
     """
@@ -39,6 +41,7 @@ class SessionConfig:
     min_survival: float = DEFAULT_MIN_SURVIVAL
     verify: str = VERIFY_TRIGGERED
     local: str = LOCAL_FORBID
+    ask_first: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:

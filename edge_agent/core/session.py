@@ -55,6 +55,9 @@ from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds, Trigger
 from edge_agent.core.window import APPLIED, DUPLICATE, GAP, DraftWindow
 
+#: Seconds by which a timer may be late before the driver counts as having been away.
+LATE = 1.0
+
 
 class State(enum.Enum):
     OPENING = "opening"
@@ -252,6 +255,8 @@ class EdgeSession:
         timer = self.get_timer()
         if timer is None or now < timer:
             return
+        if now > timer + LATE and not self._returned(now):
+            return
         if self._waiting and now >= self._at.offline_at:
             self._give_up(now)
             return
@@ -269,6 +274,16 @@ class EdgeSession:
         else:
             self._at.response.back_off()
             self._repeat(now)
+
+    def _returned(self, now: float) -> bool:
+        """The driver was away (a stopped process, a long model call): whether to ask again now.
+
+        Nobody listened meanwhile, so that silence says nothing about the cloud.
+        """
+        self._at.begin_wait(now)
+        self._asked_at = now
+        self._clean_sample = False
+        return self._at.connected and self._at.deadline is not None and now >= self._at.deadline
 
     def receive(self, message: VerifierMessage, now: float) -> None:
         """A message of this session's ``down`` topic."""
@@ -335,7 +350,7 @@ class EdgeSession:
         self._limit = min(self.config.max_tokens, message.limit)
         self._window.new_verifier()
         self.trigger.reset()
-        if self._window.draft:
+        if self._window.draft or (self.config.ask_first and self.policy.proactive):
             self._ask(now)
 
     def _on_refused(self, message: Refused, now: float) -> None:

@@ -27,7 +27,8 @@ from broker.messages import (
 from broker.sampling import Sampling
 from edge_agent.core.attachment import MAX_ERRORS, MAX_FRUITLESS
 from edge_agent.core.effects import DraftNext, Finished
-from edge_agent.core.session import State
+from edge_agent.core.policies import pipesd, vanilla
+from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from tests.edge_agent.hand import OFTEN, PROMPT, Hand, config, opened
@@ -416,3 +417,70 @@ def test_a_long_verification_is_waited_for() -> None:
     hand.verdict(0, (1, 2), accepted=1)
     assert hand.session.committed == [1, 2]
     assert hand.session.stats.stuck == 0
+
+
+def test_asking_first_brings_a_token_before_anything_is_drafted() -> None:
+    hand = Hand(ask_first=True)
+    hand.link(True)
+    hand.sent()
+    hand.accept()
+    assert hand.batch() == DraftBatch(1, 1, 0, (), None, True)
+    hand.verdict(0, (7,))
+    assert hand.session.committed == [7]
+    assert not hand.session.awaiting
+
+
+def test_asking_first_keeps_a_draft_that_begins_with_the_token() -> None:
+    hand = Hand(ask_first=True)
+    hand.link(True)
+    hand.sent()
+    hand.accept()
+    hand.sent()
+    hand.draft(7, 8)
+    hand.verdict(0, (7,))
+    assert hand.session._window.draft == [8]
+    assert hand.batch() == DraftBatch(1, 1, 1, (8,), None, False)
+
+
+def test_a_policy_that_waits_does_not_ask_before_it_has_drafted() -> None:
+    for policy, asks in ((vanilla(), False), (pipesd(), True)):
+        session = EdgeSession(config(ask_first=True), policy=policy)
+        session.set_connected(True, 0.0)
+        session.messages_to_send(0.0)
+        session.receive(Accepted(1, "v1", 1000, 50), 0.0)
+        assert session.awaiting is asks
+
+
+def test_driver_that_was_away_does_not_take_its_own_absence_for_silence() -> None:
+    hand = opened(OFTEN)
+    hand.draft(1, confidence=0.1)
+    hand.sent()
+    hand.now += 1000.0  # the process was stopped, or its model took so long
+    hand.session.handle_timer(hand.now)
+    assert hand.session.state is State.ACTIVE
+    assert [type(message) for message in hand.sent()] == [DraftBatch, Resync]
+    hand.verdict(0, (1, 2), accepted=1)
+    assert hand.session.committed == [1, 2]
+
+
+def test_driver_that_was_away_before_the_link_came_up_waits_from_now_on() -> None:
+    hand = Hand()
+    hand.now += 40.0
+    hand.session.handle_timer(hand.now)
+    hand.link(True)
+    assert isinstance(hand.sent()[0], SessionOpen)
+    hand.accept()
+    assert hand.session.state is State.ACTIVE
+
+
+def test_driver_that_was_away_still_gives_up_after_the_silence_that_follows() -> None:
+    hand = opened(OFTEN)
+    hand.draft(1, confidence=0.1)
+    hand.sent()
+    hand.now += 1000.0
+    back = hand.now
+    hand.session.handle_timer(hand.now)
+    while hand.session.finish is None:
+        hand.sent()
+        hand.fire()
+    assert hand.now - back == pytest.approx(hand.session.timing.offline_after)

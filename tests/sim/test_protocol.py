@@ -76,6 +76,7 @@ edges = st.fixed_dictionaries(
         "max_ahead": st.sampled_from([24, 100, 3, 1]),
         "min_survival": st.sampled_from([0.2, 0.0, 0.0, 1.0]),
         "verify": st.sampled_from(VERIFY_MODES),
+        "ask_first": st.booleans(),
         "context": st.sampled_from([4096, 4096, 4096, 20]),
         "policy": st.sampled_from([None, None, None, *JUDGING]).map(lambda make: make and make()),
     }
