@@ -1,7 +1,7 @@
 """``fleet-broker``: brokers for a fleet.
 
 ``fleet-broker embedded`` runs the embedded broker in the foreground and prints its URL, one line on
-standard output. Exit codes: 0 done, 2 wrong usage or configuration, 1 anything else.
+standard output. Exit codes as of the other commands (docs/running.md).
 """
 
 from __future__ import annotations
@@ -11,32 +11,29 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
+from broker import __version__
+from broker.command import run
 from broker.embedded import EmbeddedBroker
-from broker.errors import PipesdError
+from broker.settings import Parser, add_config_flag, parse
+
+PROGRAM = "fleet-broker"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        return _embedded(options.host, options.port, options.max_payload)
-    except PipesdError as error:
-        print(f"fleet-broker: {error}", file=sys.stderr)
-        return 2 if error.exit_code == 2 else 1
 
+    def work() -> int:
+        args = parse(_parser(), argv, program=PROGRAM)
+        return _embedded(args.host, args.port, args.max_payload)
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line instead of repeating the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}: see {self.prog} --help\n")
+    return run(work, PROGRAM)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fleet-broker", description="Brokers for a fleet.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = Parser(prog=PROGRAM, description="Brokers for a fleet.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     embedded = commands.add_parser(
         "embedded",
         help="run the embedded broker until Ctrl-C",
@@ -52,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="largest payload that it takes (%(default)s)",
     )
+    add_config_flag(embedded)
     return parser
 
 
@@ -63,7 +61,7 @@ def _embedded(host: str, port: int, max_payload: int) -> int:
         print(broker.url, flush=True)
         while not ended.wait(0.5):
             if not broker.alive:
-                print("fleet-broker: the broker's process ended by itself", file=sys.stderr)
+                print(f"{PROGRAM}: the broker's process ended by itself", file=sys.stderr)
                 return 1
     return 0
 

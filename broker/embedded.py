@@ -10,6 +10,7 @@ control at all.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import secrets
@@ -99,7 +100,8 @@ class EmbeddedBroker:
         for _ in range(_PORT_TRIES):
             self.port = self._wanted_port or self._free_port()
             try:
-                if self._start_once(deadline):
+                # Asked before the child is: another broker there would answer in its place.
+                if self._is_free() and self._start_once(deadline):
                     return self
             except BaseException:
                 self.stop()
@@ -212,6 +214,17 @@ class EmbeddedBroker:
             raise ConfigError(
                 f"cannot listen on {self._address} ({error.strerror}): mend --host"
             ) from None
+
+    def _is_free(self) -> bool:
+        """Whether ``port`` can be listened on; what else is wrong with it, the child says."""
+        try:
+            with socket.socket(self._family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((self._address, self.port))
+                probe.listen(1)
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+        return True
 
     def _answers(self) -> bool:
         """Whether a broker takes an MQTT 5 CONNECT at the port."""

@@ -240,6 +240,27 @@ def test_taken_port_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.err.count("\n") == 1
 
 
+def test_port_of_another_broker_is_exit_code_2() -> None:
+    with EmbeddedBroker() as other:
+        process = command("embedded", "--port", str(other.port))
+        out, errors = process.communicate(timeout=20)
+        assert other.alive
+    assert process.returncode == 2
+    assert out == ""
+    assert "taken" in errors
+    assert errors.count("\n") == 1
+
+
+def test_settings_may_come_from_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "pipesd.toml"
+    config.write_text("[fleet-broker]\nport = 70000\n")
+    process = command("embedded", "--config", str(config))
+    out, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert (out, errors.count("\n")) == ("", 1)
+    assert "70000" in errors
+
+
 def test_broker_that_dies_ends_the_command() -> None:
     process = command("embedded", "--port", "0")
     try:
