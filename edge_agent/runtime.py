@@ -37,10 +37,10 @@ from broker.topics import (
 )
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
 from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
-from edge_agent.core.effects import Commit, EdgeStats, Finished
+from edge_agent.core.effects import Commit, DraftNext, EdgeStats, Finished
 from edge_agent.core.policies import Policy, pipesd
 from edge_agent.core.sending import Estimates
-from edge_agent.core.session import EdgeSession
+from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from edge_agent.draft import Draft, DraftModel
@@ -51,6 +51,10 @@ log = logging.getLogger(__name__)
 
 #: Messages that may wait for one generation; more means that its thread hangs in the draft model.
 MAX_INBOX = 1024
+#: Tokens of a prompt that the draft model evaluates between two looks at the inbox.
+PREFILL_TOKENS = 128
+#: Seconds for which a generation waits for the link before it begins with the draft's prefill.
+LINK_PATIENCE = 0.25
 #: Verifiers whose status is remembered.
 MAX_VERIFIERS = 256
 
@@ -102,6 +106,7 @@ class Request:
             min_survival=policy.min_survival if self.min_survival is None else self.min_survival,
             verify=self.verify,
             local=LOCAL_ONLY if policy.local else self.local,
+            ask_first=True,
         )
 
 
@@ -225,6 +230,13 @@ class Agent:
             session, decoded = arrival(self.device, message)
         except RemoteProtocolError as error:
             self.rejected[error.cause] += 1
+            if self.rejected[error.cause] == 1:
+                log.warning(
+                    "dropped a message on %r (%s): see who publishes there; others of this kind "
+                    "are only counted",
+                    message.topic[:120],
+                    error.cause,
+                )
             return
         with self._lock:
             generation = self._generations.get(session)
@@ -354,6 +366,9 @@ class Generation:
 
     def _drive(self) -> Generator[Commit, None, None]:
         core, clock = self._core, self._agent.clock
+        if core.state is State.OPENING:
+            # The verifier's prefill shall run beside the draft's, not after it.
+            self._wait(LINK_PATIENCE)
         while True:
             self._take_inbox()
             core.handle_timer(clock.now())
@@ -369,9 +384,9 @@ class Generation:
             elif effect is not None:
                 begin = clock.now()
                 try:
-                    if self._draft.length > effect.keep:
-                        self._draft.rollback(effect.keep)
-                    self._draft.eval(effect.feed)
+                    self._feed(effect)
+                    if core.finish is not None:
+                        continue
                     token, confidence = self._draft.propose(effect.position, core.config.sampling)
                 except ModelError as error:
                     log.warning("drafting stopped: %s", error)
@@ -392,11 +407,33 @@ class Generation:
             else:
                 self._wait()
 
-    def _wait(self) -> None:
+    def _feed(self, effect: DraftNext) -> None:
+        """Bring the draft's cache to where ``effect`` wants it, minding the session meanwhile.
+
+        Raises ModelError. Stops early when the session ends.
+        """
+        draft, feed = self._draft, effect.feed
+        if draft.length > effect.keep:
+            draft.rollback(effect.keep)
+        if len(feed) <= PREFILL_TOKENS:
+            draft.eval(feed)
+            return
+        for start in range(0, len(feed), PREFILL_TOKENS):
+            draft.eval(feed[start : start + PREFILL_TOKENS])
+            self._take_inbox()
+            self._core.handle_timer(self._agent.clock.now())
+            self._flush()
+            if self._core.finish is not None:
+                return
+
+    def _wait(self, most: float | None = None) -> None:
+        """Until something is heard, a timer is due, or ``most`` seconds have passed."""
         timer = self._core.get_timer()
         with self._wake:
             if not self._inbox and self._cancelled is None:
                 wait = None if timer is None else timer - self._agent.clock.now()
+                if most is not None:
+                    wait = most if wait is None else min(wait, most)
                 if wait is None or wait > 0:
                     self._wake.wait(wait)
 
