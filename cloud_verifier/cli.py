@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker import __version__
 from broker.command import Stopped, raise_on_signals, run, set_up_logging
-from broker.errors import ConfigError, TransportError
+from broker.errors import ConfigError, ModelError, TransportError
 from broker.flags import (
     add_broker_flags,
     add_prompt_flags,
@@ -194,7 +194,9 @@ def serve(args: argparse.Namespace) -> int:
     runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
     runtime.start()
     try:
-        over.wait()
+        while not over.wait(1.0):
+            if not runtime.alive:
+                raise ModelError("the engine ended by itself: see the trace above, start again")
     except Stopped:
         pass  # how a service is meant to end
     finally:

@@ -17,7 +17,7 @@ from broker.codec import encode
 from broker.errors import ModelError, TransportError
 from broker.messages import VerifierStatus
 from broker.topics import OPEN_SHARED, up_filter, verifier_status_topic
-from broker.transport import ConnectionEvent, Message, Transport, Will
+from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
 from cloud_verifier.core.verifier import Forward, VerifierConfig, VerifierCore
 from cloud_verifier.engine.target import Target, Work
 from cloud_verifier.wire import feed, publications
@@ -121,11 +121,23 @@ class VerifierRuntime:
         with self._work:
             if self._stopping:
                 return
-            feed(self.core, message, self._clock.now())
+            causes = self.core.stats.rejected
+            known = len(causes)
+            if not feed(self.core, message, self._clock.now()) and len(causes) > known:
+                log.warning(
+                    "dropped a message on %r (%s): see who publishes there; others of this kind "
+                    "are only counted",
+                    message.topic[:120],
+                    next(reversed(causes)),
+                )
             self._publish()
             self._work.notify()
 
     def _on_connection(self, event: ConnectionEvent) -> None:
+        if event.state is ConnectionState.CONNECTED:
+            with self._work:
+                # The birth message has said so anew.
+                self._status = online_status(self.core.config, self._target.name)
         if self._on_event is not None:
             self._on_event(event)
 
