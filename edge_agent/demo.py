@@ -14,6 +14,7 @@ from typing import Any
 
 from broker.embedded import EmbeddedBroker
 from broker.errors import ConfigError, ModelError, TransportError
+from broker.messages import VerifierStatus
 from broker.mqtt import MqttTransport
 from broker.mqtt_settings import MqttSettings
 from edge_agent.children import Child
@@ -58,9 +59,9 @@ def run_demo(args: argparse.Namespace) -> int:
         agent = Agent(MqttTransport(settings), draft, DEVICE)
         stack.callback(agent.stop)
         agent.start()
-        _wait_until_ready(agent, verifier, verifier_id)
+        ready = _wait_until_ready(agent, verifier, verifier_id)
         show.note(
-            f"draft {draft.name} here, target {agent.verifiers()[verifier_id].model} behind "
+            f"draft {draft.name} here, target {ready.model} behind "
             f"{broker.url}, ready after {time.monotonic() - begin:.1f} s"
         )
         request: Request = request_from(args, prompt)
@@ -73,14 +74,16 @@ def run_demo(args: argparse.Namespace) -> int:
         alone = None
         if not args.no_alone:
             verifier.stop()  # its cores are wanted for the comparison
-            alone = _target_alone(args, prompt, flags, target_threads, show)
+            alone = _target_alone(
+                args, prompt, flags, show, tokens=summary.tokens, threads=target_threads
+            )
         show.summary(summary, alone)
         return 0
 
 
-def _wait_until_ready(agent: Agent, verifier: Child, verifier_id: str) -> None:
+def _wait_until_ready(agent: Agent, verifier: Child, verifier_id: str) -> VerifierStatus:
     deadline = time.monotonic() + READY_TIMEOUT
-    while verifier_id not in agent.verifiers():
+    while (status := agent.verifiers().get(verifier_id)) is None:
         if not verifier.alive:
             line = verifier.last_line.removeprefix(_VERIFIER)
             if verifier.exit_code == ConfigError.exit_code:
@@ -89,12 +92,22 @@ def _wait_until_ready(agent: Agent, verifier: Child, verifier_id: str) -> None:
         if time.monotonic() > deadline:
             raise TransportError("the verifier was not ready in time: see --verbose")
         time.sleep(0.05)
+    return status
 
 
 def _target_alone(
-    args: argparse.Namespace, prompt: tuple[int, ...], flags: list[str], threads: int, show: Show
+    args: argparse.Namespace,
+    prompt: tuple[int, ...],
+    flags: list[str],
+    show: Show,
+    *,
+    tokens: int,
+    threads: int,
 ) -> dict[str, Any]:
-    """What ``cloud-verifier generate --json`` says for the same prompt, settings and threads."""
+    """What ``cloud-verifier generate --json`` says for the same prompt, settings and threads.
+
+    ``tokens``: as many as the split run wrote, which a stop string may have ended.
+    """
     show.note("the target alone, for comparison ...")
     child = Child(
         "cloud_verifier.cli",
@@ -105,7 +118,7 @@ def _target_alone(
             "--json",
             "--until-eof",
             *flags,
-            *("--max-tokens", str(args.max_tokens), "--seed", str(args.seed)),
+            *("--max-tokens", str(max(1, tokens)), "--seed", str(args.seed)),
             *("--temperature", str(args.temperature), "--top-k", str(args.top_k)),
             *("--top-p", str(args.top_p), "--min-p", str(args.min_p)),
         ],
