@@ -20,6 +20,7 @@ from broker.noise import exponentials, hash_ids, noise_key
 from broker.sampling import Sampler, Sampling
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_text import TargetText
+from edge_agent.core.policies import POLICIES, find_policy
 from edge_agent.core.trigger import Thresholds
 from edge_agent.scripted_draft import Oracle, always_right, always_wrong, sometimes_right
 from edge_agent.text import Detokenizer
@@ -132,6 +133,16 @@ def test_alone_on_the_replica(lab: Lab, ids: Ids, mode: str) -> None:
         seldom = Thresholds(0.0, 0.0, 40)
         outcomes += lab.split(draft, wanted[12:14], at_once=1, thresholds=seldom, max_ahead=40)
     assert differences(outcomes) == []
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "local"])
+def test_policies_decide_about_time_only(lab: Lab, ids: Ids, name: str) -> None:
+    wanted = [*cases(ids, "greedy")[11:14], *cases(ids, "sampled")[11:13]]
+    with lab.draft("q3_k_m") as draft:
+        outcomes = lab.split(draft, wanted, policy=find_policy(name))
+    assert differences(outcomes) == []
+    assert all(outcome.verified for outcome in outcomes)
+    assert (sum(outcome.stats.drafted for outcome in outcomes) == 0) == (name == "cloud")
 
 
 def test_both_sides_read_and_write_the_same_text(lab: Lab, ids: Ids) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from broker.errors import TransportError
 from broker.transport import ConnectionState
+from edge_agent.core.policies import POLICIES, find_policy
 from edge_agent.core.timing import Timing
 from edge_agent.draft import DraftModel
 from edge_agent.generate import TextStream
@@ -81,6 +82,20 @@ def test_many_cuts_in_a_row_change_nothing(url: str) -> None:
             assert running.reached(count)
             device.transport.cut()
         assert running.wait() == continuation(PROMPT, 3000)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "local"])
+def test_a_cut_changes_nothing_under_any_policy(url: str, name: str) -> None:
+    with (
+        Replica(url, PacedTarget(seconds=0.001)),
+        Device(url, mostly_right(), relayed=True) as device,
+    ):
+        running = device.run(max_tokens=300, policy=find_policy(name))
+        for count in (50, 150):
+            assert running.reached(count)
+            device.transport.cut()
+        assert running.wait() == continuation(PROMPT, 300)
+        assert running.generation.verified
 
 
 def test_a_restarted_broker_gets_its_subscriptions_back(tmp_path: Path) -> None:
