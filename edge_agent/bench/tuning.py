@@ -38,20 +38,29 @@ _CHUNK = 16
 MAX_PROCESSES = 256
 
 _R1 = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0)
-_R2 = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-_SURVIVAL = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+_R2 = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_SURVIVAL = (0.0, 0.05, 0.2)
+_AHEAD = (6, 8, 12, 16, 24)
 #: What is tried per policy; one that is not named here has no constants. 0 turns a rule off. A
 #: threshold of 1 asks after each token.
 GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "vanilla": {"window": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)},
     "hsl": {"r2": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)},
-    # Its R1 adapts: only the first few verdicts hang on where it begins.
-    "edgellm": {"r1": (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.92, 0.99)},
-    "pipesd": {"r1": _R1, "r2": _R2, "min_survival": _SURVIVAL},
+    # Its R1 adapts: only the first few verdicts hang on where it begins. Its cap is not known, and
+    # matters more: with a large one it asks so often that a slow uplink never catches up.
+    "edgellm": {
+        "r1": (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.92, 0.99),
+        "max_ahead": (4, 6, 8, 12, 16, 24, 32, 64, 128),
+    },
+    "pipesd": {"r1": _R1, "r2": _R2, "min_survival": _SURVIVAL, "max_ahead": _AHEAD},
     "pipesd-no-pipeline": {"r1": _R1, "r2": _R2},
-    "pipesd-fixed": {"window": (1, 2, 3, 4, 5, 6, 8, 10, 12), "min_survival": _SURVIVAL},
-    "pipesd-token-only": {"r2": _R2[1:], "min_survival": _SURVIVAL},
-    "pipesd-sequence-only": {"r1": _R1[1:], "min_survival": _SURVIVAL},
+    "pipesd-fixed": {
+        "window": (1, 2, 3, 4, 5, 6, 8, 10, 12),
+        "min_survival": _SURVIVAL,
+        "max_ahead": _AHEAD,
+    },
+    "pipesd-token-only": {"r2": _R2[1:], "min_survival": _SURVIVAL, "max_ahead": _AHEAD},
+    "pipesd-sequence-only": {"r1": _R1[1:], "min_survival": _SURVIVAL, "max_ahead": _AHEAD},
 }
 #: Tuned when no policy is named.
 TUNED = ("vanilla", "hsl", "edgellm", "pipesd")
@@ -86,6 +95,7 @@ def constants_of(policy: Policy) -> dict[str, float]:
         "r2": limits.r2,
         "window": limits.window,
         "min_survival": policy.min_survival,
+        "max_ahead": policy.max_ahead,
     }
 
 
