@@ -138,13 +138,13 @@ def main() -> int:
     }
     if options.json:
         print(json.dumps(result))
-        return 0
+        return 0 if result["met"] else 1
     print(f"{path.name}, {options.threads} threads, {options.tokens} tokens per loop")
     for name, value in per_token.items():
         share = "" if name == "bare" else f"  {ratios[name]:6.1%} of bare"
         print(f"  {name:8} {value:7.3f} ms per token  {1e3 / value:6.1f} tokens/s{share}")
     print(f"  mark: greedy at {MARK:.0%} of bare or more: {'met' if result['met'] else 'MISSED'}")
-    return 0
+    return 0 if result["met"] else 1
 
 
 if __name__ == "__main__":

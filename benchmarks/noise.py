@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def measure(cases: list[Case], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.noise", description=__doc__)
     parser.add_argument("--rounds", type=int, default=50, help="rounds of all cases (50)")
     parser.add_argument("--json", action="store_true", help="one JSON object: name -> ms per token")
@@ -128,9 +129,10 @@ def main() -> None:
         # Apart from the single rows: batches of tens of megabytes would empty their caches.
         cases += (others := torch_cases())
         medians |= measure(others, arguments.rounds)
+    kept = all(case.mark is None or medians[case.name] <= case.mark for case in cases)
     if arguments.json:
         print(json.dumps({name: round(ms, 4) for name, ms in medians.items()}))
-        return
+        return 0 if kept else 1
     print(f"{'ms per token, median of ' + str(arguments.rounds):48} {'ms':>8}  mark")
     for case in cases:
         ms = medians[case.name]
@@ -138,7 +140,8 @@ def main() -> None:
             "" if case.mark is None else f"{case.mark} {'kept' if ms <= case.mark else 'MISSED'}"
         )
         print(f"{case.name:48} {ms:8.3f}  {verdict}")
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -154,7 +154,7 @@ def main() -> int:
             print(f"  {name:16} {ratio:6.2f}{verdict}")
     if options.json:
         print(json.dumps(results))
-    return 0
+    return 0 if all(results[name]["met"] for name in DTYPES if name in results) else 1
 
 
 def _verdict(ratio: float, mark: float) -> str:
