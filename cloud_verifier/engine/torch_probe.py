@@ -22,7 +22,7 @@ from cloud_verifier.engine.torch_attention import Layer
 NAME = "pipesd_probe"
 ROWS = 4
 
-_MEND = "serve it with --engine llama"
+_MEND = "give another target model"
 # Arguments that change what attention computes, and that the packed one does not know.
 _UNKNOWN = ("s_aux", "position_bias", "sinks", "relative_bias")
 

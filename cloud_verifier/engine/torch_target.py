@@ -259,7 +259,7 @@ class TorchTarget:
         if not difference <= _TOLERANCE.get(self._dtype, _COARSE):
             raise ModelError(
                 f"{self.name} is not computed as transformers does (logits differ by "
-                f"{difference:.3g} deviations): serve it with --engine llama"
+                f"{difference:.3g} deviations): give another target model"
             )
 
 

@@ -221,7 +221,7 @@ UNSUPPORTED = {
 def test_what_cannot_be_held_exactly_is_refused(config: Any) -> None:
     with pytest.raises(ModelError) as caught:
         take(config(), context=64)
-    assert "--engine llama" in str(caught.value)
+    assert "another target model" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
