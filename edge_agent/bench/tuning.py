@@ -13,12 +13,14 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from broker.command import run
@@ -146,6 +148,15 @@ _traces: Sequence[Trace] = ()
 def _begin(traces: Sequence[Trace]) -> None:
     global _traces  # noqa: PLW0603 (a worker process's own, set once)
     _traces = traces
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # A pool whose owner was killed waits for work for ever.
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _measure(job: _Job) -> Row:

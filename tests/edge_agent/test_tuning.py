@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from broker.errors import ConfigError
@@ -90,6 +93,24 @@ def test_processes_find_what_one_finds(small) -> None:
     )
     assert alone == both
     assert seen == [(n, len(alone.rows)) for n in range(1, len(alone.rows) + 1)]
+
+
+def test_workers_end_with_their_killed_owner(files) -> None:
+    traces, out, _ = files
+    command = [sys.executable, "-m", "edge_agent.bench.tuning", traces, "--out", out]
+    owner = subprocess.Popen([*command, "--processes", "2"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert owner.stderr is not None
+        assert "tried" in owner.stderr.readline()  # the workers are at work
+        workers = psutil.Process(owner.pid).children(recursive=True)
+    finally:
+        owner.kill()
+        owner.wait(30.0)
+        assert owner.stderr is not None
+        owner.stderr.close()
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, 30.0)
+    assert not alive
 
 
 def test_a_row_counts_per_token() -> None:
