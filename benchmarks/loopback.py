@@ -30,7 +30,8 @@ from cloud_verifier.engine.target import Work
 from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
 from edge_agent.core.trigger import Thresholds
 from edge_agent.draft import Proposal
-from edge_agent.runtime import Agent, Request, device_will
+from edge_agent.generation import Request
+from edge_agent.runtime import Agent, device_will
 
 VOCAB = 50_000
 DRAFT = 4  # tokens per round

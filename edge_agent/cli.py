@@ -40,9 +40,9 @@ from edge_agent.text import StopMatcher
 
 if TYPE_CHECKING:
     from broker.transport import Transport
+    from edge_agent.generation import Request
     from edge_agent.llama_draft import LlamaDraftModel
     from edge_agent.llama_text import LlamaText
-    from edge_agent.runtime import Request
 
 PROGRAM = "edge-agent"
 DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
@@ -242,7 +242,7 @@ def strips_space(args: argparse.Namespace, text: LlamaText) -> bool:
 
 def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
     """Raises ConfigError for values that cannot be."""
-    from edge_agent.runtime import Request
+    from edge_agent.generation import Request
 
     StopMatcher(args.stop)
     timeout = getattr(args, "timeout", 30.0)

@@ -19,8 +19,9 @@ from broker.mqtt import MqttTransport
 from broker.mqtt_settings import MqttSettings
 from edge_agent.children import Child
 from edge_agent.cpus import usable_cores
+from edge_agent.generation import Request
 from edge_agent.output import Show
-from edge_agent.runtime import Agent, Request, device_will
+from edge_agent.runtime import Agent, device_will
 
 DEVICE = "demo"
 #: Seconds until the verifier must be up, preparing its model included.

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from broker.messages import FINISH_STOP
 from edge_agent.core.effects import SOURCE_TARGET, Commit, EdgeStats
-from edge_agent.runtime import Traffic
+from edge_agent.generation import Traffic
 from edge_agent.text import Detokenizer, StopMatcher
 
 

@@ -75,7 +75,7 @@ class Show:
                 report["target_alone_equal"] = alone["token_ids"] == summary.token_ids
             print(json.dumps(report, ensure_ascii=False), flush=True)
             return
-        for line in lines(summary, alone, colour=self._colour):
+        for line in lines(summary, alone, colour=self._colour and sys.stderr.isatty()):
             print(line, file=sys.stderr, flush=True)
 
 

@@ -15,7 +15,8 @@ from cloud_verifier.engine.target import Target, Work
 from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
 from edge_agent.core.trigger import Thresholds
 from edge_agent.draft import DraftModel
-from edge_agent.runtime import Agent, Generation, Request, device_will
+from edge_agent.generation import Generation, Request
+from edge_agent.runtime import Agent, device_will
 from edge_agent.scripted_draft import Chooser, Oracle, ScriptedDraftModel
 from tests.brokers import Relay, wait_until
 

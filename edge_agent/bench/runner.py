@@ -20,7 +20,7 @@ from edge_agent.bench.watch import Span, Watch
 from edge_agent.core.policies import Policy, find_policy
 from edge_agent.core.timing import Timing
 from edge_agent.draft import DraftModel
-from edge_agent.runtime import Generation, Request
+from edge_agent.generation import Generation, Request
 
 #: Different floors of the forward in one run: each has a verifier with a model of its own.
 MAX_FLOORS = 4

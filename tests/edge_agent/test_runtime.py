@@ -13,9 +13,10 @@ from broker.messages import SessionOpen
 from broker.sampling import Sampling
 from broker.topics import down_topic
 from broker.transport import ConnectionEvent, ConnectionState, Message
-from edge_agent import runtime
+from edge_agent import generation as module
 from edge_agent.draft import Proposal
-from edge_agent.runtime import PREFILL_TOKENS, Agent, Request
+from edge_agent.generation import PREFILL_TOKENS, Request
+from edge_agent.runtime import Agent
 from edge_agent.unconnected import UnconnectedTransport
 
 PROMPT = tuple(range(1, 5 * PREFILL_TOKENS))
@@ -67,7 +68,7 @@ class SlowDraft:
 
 
 def test_session_opens_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "LINK_PATIENCE", 0.0)
+    monkeypatch.setattr(module, "LINK_PATIENCE", 0.0)
     clock, wire = VirtualClock(), Wire()
     draft = SlowDraft(clock, wire)
     agent = draft.agent = Agent(wire, draft, "d", clock=clock)
@@ -84,7 +85,7 @@ def test_session_opens_while_a_long_prompt_is_read(monkeypatch: pytest.MonkeyPat
 
 
 def test_cancelling_ends_the_reading_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "LINK_PATIENCE", 0.0)
+    monkeypatch.setattr(module, "LINK_PATIENCE", 0.0)
     clock, wire = VirtualClock(), Wire()
     draft = SlowDraft(clock, wire)
     agent = draft.agent = Agent(wire, draft, "d", clock=clock)

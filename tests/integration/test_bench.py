@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edge_agent.bench.watch import DOWN, DRAFT, FORWARD, UPLINK, VERDICT, Watch
-from edge_agent.runtime import Request
+from edge_agent.generation import Request
 from edge_agent.scripted_draft import sometimes_right
 from tests.commands import Command, Result, still_alive
 from tests.system import (
