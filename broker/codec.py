@@ -71,12 +71,34 @@ def _open_from(fields: list[Any]) -> SessionOpen:
     return SessionOpen(*fields[:7])
 
 
+#: In the place of ``verify``: true, and the target may write on.
+_GO_ON = 2
+
+
+def _draft_from(fields: list[Any]) -> DraftBatch:
+    if len(fields) > 5 and type(fields[5]) is int:
+        if fields[5] != _GO_ON:
+            raise ValueError(f"verify {fields[5]} is no way to ask")
+        fields[5:] = (True, True)
+        return DraftBatch(*fields)
+    return DraftBatch(*fields[:6])
+
+
 def _draft_fields(message: DraftBatch) -> list[Any]:
     fields: list[Any] = [message.attach, message.epoch, message.base, message.tokens]
     if message.verify:
-        fields += (message.parents, True)
+        fields += (message.parents, _GO_ON if message.go_on else True)
     elif message.parents is not None:
         fields.append(message.parents)
+    return fields
+
+
+def _resync_fields(message: Resync) -> list[Any]:
+    fields: list[Any] = [message.attach, message.epoch, message.have]
+    if message.padding:
+        fields += (message.probe, message.padding)
+    elif message.probe:
+        fields.append(message.probe)
     return fields
 
 
@@ -111,7 +133,7 @@ _ENCODERS: dict[type, tuple[int, Callable[[Any], list[Any]]]] = {
     Refused: (_REFUSED, lambda m: [m.attach, m.reason, m.detail, m.retry_after]),
     DraftBatch: (_DRAFT, _draft_fields),
     Verdict: (_VERDICT, _verdict_fields),
-    Resync: (_RESYNC, lambda m: [m.attach, m.epoch, m.have]),
+    Resync: (_RESYNC, _resync_fields),
     Close: (_CLOSE, lambda m: [m.attach]),
     Closed: (_CLOSED, lambda m: [m.attach, m.reason]),
     VerifierStatus: (
@@ -133,9 +155,9 @@ _DECODERS: dict[int, Callable[[list[Any]], AnyMessage]] = {
     _OPEN: _open_from,
     _ACCEPTED: lambda f: Accepted(*f[:4]),
     _REFUSED: lambda f: Refused(*f[:4]),
-    _DRAFT: lambda f: DraftBatch(*f[:6]),
+    _DRAFT: _draft_from,
     _VERDICT: _verdict_from,
-    _RESYNC: lambda f: Resync(*f[:3]),
+    _RESYNC: lambda f: Resync(*f[:5]),
     _CLOSE: lambda f: Close(*f[:1]),
     _CLOSED: lambda f: Closed(*f[:2]),
     _VERIFIER_STATUS: lambda f: VerifierStatus(*f[:7]),

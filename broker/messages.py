@@ -150,8 +150,9 @@ class DraftBatch:
 
     ``epoch`` is the edge's count of rollbacks. ``verify`` is the NAV trigger: judge everything up
     to the end of this batch. An empty batch with ``verify`` asks for one token of the target.
-    ``parents``: None for a chain; else per token the index in this batch of its parent (-1: the
-    token before ``base``), parents before children.
+    ``go_on``, with ``verify``: when that is judged the target may write on by itself while it
+    would idle. ``parents``: None for a chain; else per token the index in this batch of its parent
+    (-1: the token before ``base``), parents before children.
     """
 
     attach: int
@@ -160,6 +161,7 @@ class DraftBatch:
     tokens: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     verify: bool = False
+    go_on: bool = False
 
     def __post_init__(self) -> None:
         _count("attach", self.attach)
@@ -178,6 +180,8 @@ class DraftBatch:
             object.__setattr__(self, "parents", parents)
         if type(self.verify) is not bool:
             raise LocalProtocolError("verify is true or false")
+        if type(self.go_on) is not bool or (self.go_on and not self.verify):
+            raise LocalProtocolError("go_on is true or false, and true only with verify")
         if not self.tokens and not self.verify:
             raise LocalProtocolError("a batch without tokens asks for nothing")
 
@@ -201,8 +205,9 @@ class Verdict:
     ``accepted`` of ``judged`` draft tokens were right; ``tokens`` holds those and, unless the text
     ended, one token of the target (recovered after a rejection, bonus after a full acceptance).
     ``finish``: one of FINISHES when the last of ``tokens`` ends the text. ``hold_ms``: from the
-    arrival of what was asked to the sending of this, ``forward_ms`` the model's share of it; both
-    in milliseconds, carried in tenths, so that an edge can measure its link without two clocks.
+    arrival of the batch that ended at ``start + judged`` to the sending of this, so that an edge
+    can measure its link without two clocks; 0: no batch ended there. ``forward_ms``: the model's
+    share. Both in milliseconds, carried in tenths.
     """
 
     attach: int
@@ -237,16 +242,23 @@ class Resync:
     """Either way: I have everything of this epoch up to position ``have``; repeat from there.
 
     From the edge: the verdicts from ``have`` on. From the verifier: the draft from ``have`` on.
+
+    ``probe``: from the edge, above 0: answer with that number at once, whatever there is to repeat;
+    it measures the link. ``padding``: tokens that make a probe as large as a batch of so many.
     """
 
     attach: int
     epoch: int
     have: int
+    probe: int = 0
+    padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _count("attach", self.attach)
         _count("epoch", self.epoch)
         _count("have", self.have)
+        _count("probe", self.probe)
+        object.__setattr__(self, "padding", tokens_of(self.padding))
 
 
 @dataclass(frozen=True, slots=True)

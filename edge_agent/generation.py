@@ -15,10 +15,10 @@ from typing import Protocol
 
 from broker.clock import Clock
 from broker.errors import ModelError, PipesdError, TransportError
-from broker.messages import VERIFY_TRIGGERED, Verdict, VerifierMessage
+from broker.messages import Verdict, VerifierMessage
 from broker.sampling import Sampling
 from broker.transport import ConnectionEvent, ConnectionState
-from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
+from edge_agent.core.config import DEFAULT_VERIFY, LOCAL_FORBID, LOCAL_ONLY, SessionConfig
 from edge_agent.core.effects import Commit, DraftNext, EdgeStats, Finished
 from edge_agent.core.policies import Policy, pipesd
 from edge_agent.core.sending import Estimates
@@ -66,7 +66,7 @@ class Request:
     timing: Timing = field(default_factory=Timing)
     max_ahead: int | None = None
     min_survival: float | None = None
-    verify: str = VERIFY_TRIGGERED
+    verify: str = DEFAULT_VERIFY
     local: str = LOCAL_FORBID
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Generation:
         self._agent = agent
         self._core = core
         self._draft = draft
-        self._inbox: deque[VerifierMessage | ConnectionEvent | str] = deque()
+        self._inbox: deque[tuple[float, VerifierMessage | ConnectionEvent | str]] = deque()
         self._wake = threading.Condition()
         self._cancelled: str | None = None
         self._traffic = [0, 0, 0, 0]
@@ -177,7 +177,7 @@ class Generation:
             if size:
                 self._traffic[1] += size
                 self._traffic[3] += 1
-            self._inbox.append(what)
+            self._inbox.append((self._agent.clock.now(), what))
             self._wake.notify()
 
     def __iter__(self) -> Generator[Commit, None, None]:
@@ -280,7 +280,7 @@ class Generation:
         while True:
             with self._wake:
                 cancelled = self._cancelled
-                what = self._inbox.popleft() if self._inbox else None
+                heard_at, what = self._inbox.popleft() if self._inbox else (0.0, None)
             if cancelled is not None:
                 self._core.cancel(cancelled)
             if what is None:
@@ -291,9 +291,9 @@ class Generation:
             elif isinstance(what, ConnectionEvent):
                 self._on_connection(what, now)
             elif self._observer is not None and isinstance(what, Verdict):
-                receive(self._observer, self._core, what, now)
+                receive(self._observer, self._core, what, now, heard_at)
             else:
-                self._core.receive(what, now)
+                self._core.receive(what, now, heard_at)
 
     def _on_connection(self, event: ConnectionEvent, now: float) -> None:
         if event.state is ConnectionState.FAILED:

@@ -35,10 +35,12 @@ def tell_sent(
     observer("sent", begin, end, details)
 
 
-def receive(observer: Observer, core: EdgeSession, verdict: Verdict, now: float) -> None:
+def receive(
+    observer: Observer, core: EdgeSession, verdict: Verdict, now: float, heard_at: float
+) -> None:
     """Give ``verdict`` to the core and tell what it did."""
     committed, lost = len(core.committed), core.stats.rolled_back
-    core.receive(verdict, now)
+    core.receive(verdict, now, heard_at)
     lost = core.stats.rolled_back - lost
     details = {
         "start": verdict.start,

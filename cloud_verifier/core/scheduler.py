@@ -42,7 +42,8 @@ def next_batch(
     A session without a slot takes a free one. One that wants a verdict may also take that of the
     least recently used session that has no seat in this batch; the loser is prefilled again when
     it returns. A mere prefill takes nothing from anybody: idle sessions would otherwise go on
-    evicting each other for ever.
+    evicting each other for ever. Nor does work that nobody waits for (verify "eager", "ahead"): it
+    is done when the target would idle, so that it makes no verdict later that somebody waits for.
     """
     ready = [session for session in sessions if session.has_work]
     ready.sort(key=lambda session: (not session.triggered, session.waiting_since))
@@ -53,10 +54,13 @@ def next_batch(
         return other not in seated
 
     room = limits.forward_tokens
+    awaited = bool(ready) and ready[0].triggered
     for session in ready:
         if room < 1:
             break
-        place = slots.acquire(session, may_take if session.wants_choice else _take_nothing)
+        if awaited and session.wants_choice and not session.triggered:
+            continue
+        place = slots.acquire(session, may_take if session.triggered else _take_nothing)
         if place is None:
             continue
         slot, loser = place

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from broker.messages import (
     CLOSED_TOKEN,
@@ -34,6 +34,10 @@ MAX_ROUNDS = 64
 MAX_REPEATS = 32
 #: Seconds in which the same Resync is not asked again.
 RESYNC_INTERVAL = 0.25
+#: Batches whose arrival is remembered, so that a verdict can say how long it held its own.
+MAX_ARRIVALS = 64
+#: Tokens that the target writes on by itself beyond what the edge has spoken of.
+MAX_UNHEARD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ class Plan:
     """What a session puts into the next forward: ``tokens`` after ``keep`` cached ones.
 
     ``judged``: how many of the last tokens are drafts; ``choices``: judged + 1, or 0 for a piece of
-    prefill. ``position``: that of the first choice.
+    prefill. ``position``: that of the first choice. ``epoch``: of the drafts; ``arrived``: when the
+    batch came that ends with the last of them.
     """
 
     keep: int
@@ -49,6 +54,8 @@ class Plan:
     judged: int
     choices: int
     position: int
+    epoch: int = field(default=0, compare=False)
+    arrived: float | None = field(default=None, compare=False)
 
 
 class VerifierSession:
@@ -74,7 +81,6 @@ class VerifierSession:
         self.finish: str | None = None
         self.cached = 0  # valid tokens of this session in its slot; 0 after an eviction
         self.last_seen = now
-        self.asked_at: float | None = None  # when the work that waits now arrived
         self.waiting_since = now  # for the scheduler: oldest first
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -82,7 +88,10 @@ class VerifierSession:
         self._epoch = 0
         self._dead = False  # this epoch contradicts what is committed
         self._pending: list[int] = []
+        self._arrivals: deque[tuple[int, float]] = deque(maxlen=MAX_ARRIVALS)  # end, now
         self._verify_to = -1  # judge up to this position
+        self._heard_to = len(self.committed)  # the furthest position that the edge spoke of
+        self._go_on = False  # whether the target may write on by itself
         self._rounds: deque[Verdict] = deque(maxlen=MAX_ROUNDS)
         self._last_resync: tuple[int, int, float] = (-1, -1, 0.0)
         self._outbox: list[VerifierMessage] = []
@@ -104,7 +113,14 @@ class VerifierSession:
     @property
     def wants_choice(self) -> bool:
         """Whether the next forward with it is to commit something, or to lead there."""
-        return self.triggered or (self.eager and self.finish is None and bool(self._pending))
+        return self.triggered or (self.finish is None and self._may_go_on)
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether a forward that nobody asked for may serve this session."""
+        if self._go_on and len(self.committed) < self._heard_to + MAX_UNHEARD:
+            return True
+        return self.eager and bool(self._pending)
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +147,13 @@ class VerifierSession:
             judged,
             judged + 1,
             len(committed),
+            self._epoch,
+            self._arrival(len(committed) + judged),
         )
+
+    def _arrival(self, end: int) -> float | None:
+        """When the first batch of this epoch that ended at ``end`` came."""
+        return next((at for last, at in self._arrivals if last == end), None)
 
     def common_prefix(self, other: VerifierSession) -> int:
         """How many leading tokens of prompt and committed text both share."""
@@ -177,7 +199,9 @@ class VerifierSession:
         self.committed.extend(fresh)
         # The target's own token is not in the cache yet; rejected drafts are forgotten.
         self.cached = plan.keep + len(plan.tokens) - plan.judged + accepted
-        hold = 0.0 if self.asked_at is None else now - self.asked_at
+        # With a newer epoch meanwhile the edge could take another batch for the one it was.
+        known = plan.arrived is not None and plan.epoch == self._epoch
+        hold = now - plan.arrived if plan.arrived is not None and known else 0.0
         self._reconcile(fresh)
         verdict = Verdict(
             self.attach,
@@ -190,7 +214,6 @@ class VerifierSession:
             max(0.0, hold * 1000.0),
             max(0.0, forward_ms),
         )
-        self.asked_at = now if self.triggered else None
         self.waiting_since = now
         self._rounds.append(verdict)
         self._outbox.append(verdict)
@@ -244,15 +267,16 @@ class VerifierSession:
         if not self._append(batch.base, tokens):
             return
         asked = batch.base + len(tokens)
+        self._arrivals.append((asked, now))
+        self._heard_to = max(self._heard_to, min(asked, len(self.committed) + len(self._pending)))
+        if batch.verify:
+            self._go_on = batch.go_on
         if batch.verify and asked >= len(self.committed):
             if not self.triggered:
-                self.asked_at = now
                 self.waiting_since = now
             self._verify_to = max(self._verify_to, asked)
         elif batch.verify:
             self._stats.late_triggers += 1
-        elif self.eager and self.asked_at is None:
-            self.asked_at = now
 
     def _append(self, base: int, tokens: Sequence[int]) -> bool:
         """Add what is new of ``tokens`` at ``base``; False when they contradict what is here."""
@@ -283,9 +307,14 @@ class VerifierSession:
         """The edge has every verdict up to ``have``: repeat the rest, or say where we stand."""
         self.last_seen = now
         committed = len(self.committed)
+        if message.probe:
+            have = committed + len(self._pending)
+            self._outbox.append(Resync(self.attach, self._epoch, have, message.probe))
+            return
         if message.have > committed:
             self._outbox.append(Closed(self.attach, CLOSED_UNKNOWN))
             return
+        self._heard_to = max(self._heard_to, message.have)
         if message.have < committed:
             self._repeat(message.have)
             return
@@ -303,8 +332,8 @@ class VerifierSession:
 
     def _drop_pending(self) -> None:
         self._pending.clear()
+        self._arrivals.clear()
         self._verify_to = -1
-        self.asked_at = None
 
     def _ask_resync(self, have: int, now: float) -> None:
         epoch, last, when = self._last_resync

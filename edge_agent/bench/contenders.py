@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import ConfigError
+from broker.messages import VERIFY_EAGER, VERIFY_TRIGGERED
+from edge_agent.core.config import VERIFY_AHEAD, VERIFY_AUTO
 from edge_agent.core.policies import SEND_AT_ONCE, SEND_HELD, Policy, find_policy, vanilla
 from edge_agent.core.trigger import Thresholds
 
@@ -33,8 +35,6 @@ Constants = Mapping[str, Mapping[str, Mapping[str, float]]]
 _THRESHOLDS = ("r1", "r2", "window")
 _CONSTANTS = (*_THRESHOLDS, "min_survival", "max_ahead")
 _WHOLE = ("window", "max_ahead")
-#: Sending in the batches that the dynamic program plans, where the core can.
-_PLANNED = "planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,17 @@ def _no_pipeline(policy: Policy) -> Policy:
     return replace(policy, proactive=False, sending=SEND_HELD)
 
 
-def _sending(how: str) -> Callable[[Policy], Policy]:
-    return lambda policy: replace(policy, sending=how)
+def _immediate(policy: Policy) -> Policy:
+    return replace(policy, sending=SEND_AT_ONCE)
 
 
-def _can_send(how: str) -> bool:
-    try:
-        _sending(how)(find_policy("pipesd"))
-    except ConfigError:
-        return False
-    return True
+def _verified(how: str) -> Callable[[Policy], Policy]:
+    return lambda policy: replace(policy, verify=how)
+
+
+def _papers(change: Callable[[Policy], Policy]) -> Callable[[Policy], Policy]:
+    """As the paper ablates: the target waits for triggers, or its own work would blur the rest."""
+    return lambda policy: _verified(VERIFY_TRIGGERED)(change(policy))
 
 
 def _known() -> dict[str, Contender]:
@@ -104,25 +105,36 @@ def _known() -> dict[str, Contender]:
         ("fixed", f"a verdict every {vanilla().thresholds.window} tokens, pipelined", _fixed),
         ("token-only", "the token rule alone (R1 off)", _without_r1),
         ("sequence-only", "the sequence rule alone (R2 off)", _without_r2),
+        ("immediate", "each token sent when drafted, unplanned", _immediate),
     ]
-    if find_policy("pipesd").sending != SEND_AT_ONCE:
-        ablations.append(
-            ("immediate", "each token sent when drafted, unplanned", _sending(SEND_AT_ONCE))
-        )
-    elif _can_send(_PLANNED):
-        ablations.append(("planned", "sent in planned batches (DP)", _sending(_PLANNED)))
+    modes: list[tuple[str, str]] = [
+        (VERIFY_TRIGGERED, "the paper's: the target waits for triggers"),
+        (VERIFY_EAGER, "the target also judges what came without one, when it would idle"),
+        (VERIFY_AHEAD, "the target also writes on by itself, whenever it would idle"),
+    ]
     return {
         one.name: one
         for one in (
             Contender("pipesd", SYSTEM, "both thresholds, sending and drafting ahead", "pipesd"),
+            *(
+                Contender(f"pipesd-{name}", SYSTEM, note, "pipesd", _verified(name))
+                for name, note in modes
+            ),
             Contender("vanilla", BASELINE, "fixed draft length, edge idle meanwhile", "vanilla"),
             Contender("hsl", BASELINE, "token rule, one upload, edge idle meanwhile", "hsl"),
             Contender("edgellm", BASELINE, "adaptive sequence rule, drafts ahead", "edgellm"),
             Contender("cloud", REFERENCE, "the target alone, streamed", "cloud"),
             Contender("local", REFERENCE, "the draft alone: another text", "local"),
             *(
-                Contender(f"pipesd-{name}", ABLATION, note, "pipesd", change)
+                Contender(f"pipesd-{name}", ABLATION, note, "pipesd", _papers(change))
                 for name, note, change in ablations
+            ),
+            Contender(
+                "edgellm-auto",
+                ABLATION,
+                "edgellm with this verifier's readiness to write on",
+                "edgellm",
+                _verified(VERIFY_AUTO),
             ),
         )
     }

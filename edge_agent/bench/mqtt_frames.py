@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from broker.codec import decode
 from broker.errors import RemoteProtocolError
-from broker.messages import DraftBatch
+from broker.messages import DraftBatch, Resync
 from broker.topics import parse_session_topic
 
 #: Bytes up to which a packet is kept together; a larger one goes on as it comes.
@@ -107,7 +107,7 @@ class MqttFrames:
 
 
 def draft_tokens(packet: bytes) -> int:
-    """Drafted tokens in a whole PUBLISH packet of MQTT 5: those of a DraftBatch, else 0."""
+    """Drafted tokens in a whole PUBLISH packet of MQTT 5: those of a DraftBatch or of a probe."""
     try:
         at, _ = _variable_integer(packet, 1)
         size = int.from_bytes(packet[at : at + 2], "big")
@@ -121,6 +121,8 @@ def draft_tokens(packet: bytes) -> int:
         message = decode(packet[at + properties :])
     except (RemoteProtocolError, UnicodeDecodeError, IndexError):
         return 0
+    if isinstance(message, Resync):
+        return len(message.padding)
     return len(message.tokens) if isinstance(message, DraftBatch) else 0
 
 

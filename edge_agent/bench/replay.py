@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from broker.codec import encode
 from broker.errors import ConfigError, LocalProtocolError
 from broker.messages import (
-    VERIFY_TRIGGERED,
     DraftBatch,
     EdgeMessage,
     Verdict,
@@ -42,7 +41,7 @@ from edge_agent.bench.replay_result import (
 )
 from edge_agent.bench.traces import Trace
 from edge_agent.bench.virtual_verifier import Judge, VirtualVerifier
-from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
+from edge_agent.core.config import DEFAULT_VERIFY, LOCAL_FORBID, LOCAL_ONLY, SessionConfig
 from edge_agent.core.effects import Commit, DraftNext
 from edge_agent.core.policies import Policy
 from edge_agent.core.sending import Estimates
@@ -77,7 +76,7 @@ def replay(
     policy: Policy,
     scenario: Scenario,
     *,
-    verify: str = VERIFY_TRIGGERED,
+    verify: str = DEFAULT_VERIFY,
     timing: Timing | None = None,
     overhead: Overhead | None = None,
     seed: int = 0,
@@ -88,7 +87,7 @@ def replay(
 ) -> Result:
     """Run ``policy`` on ``trace`` over the scenario's link, from the request to the last token.
 
-    ``verify``: how the verifier serves (VERIFY_TRIGGERED or VERIFY_EAGER). ``timing``: None for the
+    ``verify``: as in SessionConfig, where the policy does not say. ``timing``: None for the
     usual one, on a padded wire PATIENT. ``seed``: of the link's jitter and stalls. ``phase_s``: how
     long the link's schedule has been running. ``estimates``: what an earlier session on the device
     left. ``timeline``: keep the spans. ``verifier``: another one than ``VirtualVerifier``.
@@ -114,7 +113,7 @@ def replay(
 
 
 def replay_all(
-    traces: Sequence[Trace], policy: Policy, scenario: Scenario, *, verify: str = VERIFY_TRIGGERED
+    traces: Sequence[Trace], policy: Policy, scenario: Scenario, *, verify: str = DEFAULT_VERIFY
 ) -> list[Result]:
     """Replay ``traces`` one after the other on one device, which keeps what it has learnt.
 
@@ -206,7 +205,8 @@ class _Replay:
         self.now = 0.0
         self.up: deque[tuple[float, EdgeMessage]] = deque()
         self.down: deque[tuple[float, VerifierMessage]] = deque()
-        self.inbox: deque[VerifierMessage] = deque()  # arrived while a token was being drafted
+        # What arrived while a token was being drafted.
+        self.inbox: deque[tuple[float, VerifierMessage]] = deque()
         self.drafting: tuple[float, DraftNext, tuple[int, float, float]] | None = None
         self.forward: tuple[float, float] | None = None  # until, seconds
         self.ahead: deque[bool] = deque()  # per unverified token: drafted while a verdict is due
@@ -245,7 +245,7 @@ class _Replay:
             raise LocalProtocolError("everything waits and no timer is armed")
         self.now = now
         if down_at == now:
-            self.inbox.append(self.down.popleft()[1])
+            self.inbox.append(self.down.popleft())
             if self.drafting is None:
                 self._edge()
         elif up_at == now:
@@ -267,7 +267,7 @@ class _Replay:
         """One round of the driver's loop: hear, mind the timer, send, begin the next effect."""
         session, now = self.session, self.now
         while self.inbox:
-            self._hear(self.inbox.popleft())
+            self._hear(*self.inbox.popleft())
         session.handle_timer(now)
         while True:
             for outgoing in session.messages_to_send(now):
@@ -300,10 +300,10 @@ class _Replay:
             self.ahead.append(awaited)
             self.proactive += awaited
 
-    def _hear(self, message: VerifierMessage) -> None:
+    def _hear(self, heard_at: float, message: VerifierMessage) -> None:
         session = self.session
         lost, committed = session.stats.rolled_back, len(session.committed)
-        session.receive(message, self.now)
+        session.receive(message, self.now, heard_at)
         if len(session.committed) == committed:
             return
         lost = session.stats.rolled_back - lost

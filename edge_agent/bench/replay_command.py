@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from broker.command import run
 from broker.errors import ConfigError
-from broker.messages import VERIFY_EAGER, VERIFY_TRIGGERED
 from broker.settings import Parser, parse
 from edge_agent.bench.contenders import CONTENDERS, GROUPS, read_constants, select
 from edge_agent.bench.link import SCENARIOS, find_scenario
 from edge_agent.bench.replay import replay_all
 from edge_agent.bench.replay_result import Result
 from edge_agent.bench.traces import Trace, read_traces
+from edge_agent.core.config import DEFAULT_VERIFY, VERIFY_CHOICES
 
 PROGRAM = "replay"
 #: Scenarios without a name given: those on this system's own wire that differ most.
@@ -46,9 +46,9 @@ def add_selection_flags(parser: argparse.ArgumentParser, policies: Sequence[str]
     )
     parser.add_argument(
         "--verify",
-        choices=(VERIFY_TRIGGERED, VERIFY_EAGER),
-        default=VERIFY_TRIGGERED,
-        help="whether the verifier also judges tokens that nobody asked for",
+        choices=VERIFY_CHOICES,
+        default=DEFAULT_VERIFY,
+        help=f"how the verifier serves policies that do not say it themselves ({DEFAULT_VERIFY})",
     )
 
 

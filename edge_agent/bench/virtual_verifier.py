@@ -35,6 +35,7 @@ CONTEXT = 1 << 30
 #: As the real one's (its Limits and its session's constants).
 FORWARD_TOKENS, PREFILL_TOKENS = 1024, 256
 MAX_PENDING, MAX_ROUNDS, MAX_REPEATS, RESYNC_INTERVAL = 1024, 64, 32, 0.25
+MAX_ARRIVALS, MAX_UNHEARD = 64, 64
 
 
 class Judge(Protocol):
@@ -142,11 +143,14 @@ class _Session:
         self._eager = opened.verify == VERIFY_EAGER
         self._stream = opened.verify == VERIFY_STREAM
         self._finish: str | None = None
-        self._asked_at: float | None = None
         self._epoch = 0
         self._dead = False
         self._pending: list[int] = []
+        self._arrivals: deque[tuple[int, float]] = deque(maxlen=MAX_ARRIVALS)
+        self._running: tuple[int, float | None] = (0, None)  # epoch and arrival of what is judged
         self._verify_to = -1
+        self._heard_to = self._committed
+        self._go_on = False
         self._rounds: deque[Verdict] = deque(maxlen=MAX_ROUNDS)
         self._last_resync = (-1, -1, 0.0)
 
@@ -167,12 +171,21 @@ class _Session:
             return None
         budget = min(FORWARD_TOKENS, PREFILL_TOKENS)
         missing = self.length - self.cached
-        if missing > budget or not (self._triggered or (self._eager and self._pending)):
+        if missing > budget or not (self._triggered or self._may_go_on):
             fed = min(budget, missing - 1)
             return (self.cached, fed, None) if fed > 0 else None
         room = min(self.limit - self._committed - 1, budget - missing)
         drafts = self._pending[:room]
+        end = self._committed + len(drafts)
+        arrived = next((at for last, at in self._arrivals if last == end), None)
+        self._running = self._epoch, arrived
         return self.cached, missing + len(drafts), drafts
+
+    @property
+    def _may_go_on(self) -> bool:
+        if self._go_on and self._committed < self._heard_to + MAX_UNHEARD:
+            return True
+        return self._eager and bool(self._pending)
 
     def judge(self, cached: int, drafts: list[int], now: float, seconds: float) -> None:
         """Commit the right ones of ``drafts`` and one more; ``cached`` without the drafts."""
@@ -190,7 +203,8 @@ class _Session:
         judged = min(len(drafts), len(fresh)) if self._finish else len(drafts)
         self._committed = start + len(fresh)
         self.cached = 0 if self._finish else cached + accepted  # a finished one gives its slot back
-        hold = 0.0 if self._asked_at is None else now - self._asked_at
+        epoch, arrived = self._running
+        hold = now - arrived if arrived is not None and epoch == self._epoch else 0.0
         overlap = min(len(self._pending), len(fresh))
         if tuple(self._pending[:overlap]) == fresh[:overlap]:
             del self._pending[:overlap]
@@ -207,7 +221,6 @@ class _Session:
             hold * 1000.0,
             seconds * 1000.0,
         )
-        self._asked_at = now if self._triggered else None
         self._rounds.append(verdict)
         self.outbox.append(verdict)
 
@@ -227,12 +240,12 @@ class _Session:
         if not self._append(batch.base, tokens):
             return
         asked = batch.base + len(tokens)
+        self._arrivals.append((asked, now))
+        self._heard_to = max(self._heard_to, min(asked, self._committed + len(self._pending)))
+        if batch.verify:
+            self._go_on = batch.go_on
         if batch.verify and asked >= self._committed:
-            if not self._triggered:
-                self._asked_at = now
             self._verify_to = max(self._verify_to, asked)
-        elif not batch.verify and self._eager and self._asked_at is None:
-            self._asked_at = now
 
     def _append(self, base: int, tokens: tuple[int, ...]) -> bool:
         if base < self._committed:
@@ -252,9 +265,14 @@ class _Session:
 
     def receive_resync(self, message: Resync, now: float) -> None:  # noqa: ARG002
         """The edge has every verdict up to ``have``."""
+        if message.probe:
+            have = self._committed + len(self._pending)
+            self.outbox.append(Resync(self.attach, self._epoch, have, message.probe))
+            return
         if message.have > self._committed:
             self.outbox.append(Closed(self.attach, CLOSED_UNKNOWN))
             return
+        self._heard_to = max(self._heard_to, message.have)
         if message.have < self._committed:
             due = [r for r in self._rounds if r.start + len(r.tokens) > message.have]
             self.outbox.extend(due[:MAX_REPEATS])
@@ -275,8 +293,8 @@ class _Session:
 
     def _drop_pending(self) -> None:
         self._pending.clear()
+        self._arrivals.clear()
         self._verify_to = -1
-        self._asked_at = None
 
     def _ask_resync(self, have: int, now: float) -> None:
         epoch, last, when = self._last_resync

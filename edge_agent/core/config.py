@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.errors import ConfigError
-from broker.messages import MAX_POSITION, MAX_PROMPT, VERIFY_TRIGGERED
+from broker.messages import MAX_POSITION, MAX_PROMPT, VERIFY_MODES
 from broker.sampling import Sampling
 
 LOCAL_FORBID = "forbid"
@@ -13,9 +13,16 @@ LOCAL_ALLOW = "allow"
 LOCAL_ONLY = "only"
 LOCAL_MODES = (LOCAL_FORBID, LOCAL_ALLOW, LOCAL_ONLY)
 
+#: Beside the verifier's own modes (broker.messages): after each verdict that was asked for, the
+#: target may write on by itself while it would idle, always ("ahead"), or where the way there and
+#: back takes longer than that ("auto").
+VERIFY_AHEAD = "ahead"
+VERIFY_AUTO = "auto"
+VERIFY_CHOICES = (VERIFY_AUTO, VERIFY_AHEAD, *VERIFY_MODES)
+#: All three by measurement with the demo pairs, docs/design-notes.md.
+DEFAULT_VERIFY = VERIFY_AUTO
 DEFAULT_MAX_AHEAD = 24
-#: By measurement with the demo pairs, docs/design-notes.md.
-DEFAULT_MIN_SURVIVAL = 0.05
+DEFAULT_MIN_SURVIVAL = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,8 @@ class SessionConfig:
     ``max_ahead``: unverified tokens that may exist at a time. ``min_survival``: while a verdict is
     awaited, drafting pauses when the chance of the whole draft falls below this. ``ask_first``: ask
     for a token as soon as a verifier has the session, drafted or not: the prompt must go through
-    the target anyway, and the choice after it costs next to nothing. ``local``:
+    the target anyway, and the choice after it costs next to nothing. ``verify``: one of
+    VERIFY_CHOICES. ``local``:
     "forbid" (silence for ``Timing.offline_after`` seconds is an error), "allow" (go on alone),
     "only" (never ask). Raises ConfigError.
     """
@@ -39,7 +47,7 @@ class SessionConfig:
     context: int
     max_ahead: int = DEFAULT_MAX_AHEAD
     min_survival: float = DEFAULT_MIN_SURVIVAL
-    verify: str = VERIFY_TRIGGERED
+    verify: str = DEFAULT_VERIFY
     local: str = LOCAL_FORBID
     ask_first: bool = False
 
@@ -57,5 +65,7 @@ class SessionConfig:
             raise ConfigError(f"max-ahead {self.max_ahead} is outside 1 to 512")
         if not 0.0 <= self.min_survival <= 1.0:
             raise ConfigError(f"min-survival {self.min_survival} is outside 0 to 1: 0 turns it off")
+        if self.verify not in VERIFY_CHOICES:
+            raise ConfigError(f"verify {self.verify!r} is none of {', '.join(VERIFY_CHOICES)}")
         if self.local not in LOCAL_MODES:
             raise ConfigError(f"local mode {self.local!r} is none of {', '.join(LOCAL_MODES)}")

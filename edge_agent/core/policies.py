@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from broker.errors import ConfigError
-from edge_agent.core.config import DEFAULT_MAX_AHEAD, DEFAULT_MIN_SURVIVAL
+from broker.messages import VERIFY_STREAM, VERIFY_TRIGGERED
+from edge_agent.core.config import DEFAULT_MAX_AHEAD, DEFAULT_MIN_SURVIVAL, VERIFY_CHOICES
 from edge_agent.core.trigger import Thresholds
 
 #: Unasked tokens go out as soon as they are drafted.
@@ -32,33 +33,49 @@ class Policy:
 
     ``proactive``: whether to draft on while a verdict is awaited (paper, rule 2). ``sending``: one
     of SEND_*. ``max_ahead`` and ``min_survival``: as in SessionConfig. ``adapt_r1``: EdgeLLM's
-    update of R1 after each verdict. ``stream``: the target writes alone and the edge drafts
-    nothing. ``local``: the draft model writes alone. Raises ConfigError.
+    update of R1 after each verdict. ``ask_again``: whether a rule asks while a verdict is awaited;
+    otherwise it asks once that has come. ``verify``: of VERIFY_CHOICES, None for the session's;
+    with VERIFY_STREAM the target writes alone and the edge drafts nothing. ``local``: the draft
+    model writes alone. Raises ConfigError.
     """
 
     name: str
     thresholds: Thresholds = field(default_factory=Thresholds)
     proactive: bool = True
-    sending: str = SEND_AT_ONCE
+    sending: str = SEND_PLANNED
     max_ahead: int = DEFAULT_MAX_AHEAD
     min_survival: float = DEFAULT_MIN_SURVIVAL
     adapt_r1: bool = False
-    stream: bool = False
+    ask_again: bool = True
+    verify: str | None = None
     local: bool = False
 
     def __post_init__(self) -> None:
         if self.sending not in SENDINGS:
             raise ConfigError(f"sending {self.sending!r} is no way to send")
+        if self.verify is not None and self.verify not in VERIFY_CHOICES:
+            raise ConfigError(f"verify {self.verify!r} is none of {', '.join(VERIFY_CHOICES)}")
+
+    @property
+    def stream(self) -> bool:
+        """Whether the target writes alone."""
+        return self.verify == VERIFY_STREAM
 
 
 def pipesd() -> Policy:
-    """Both thresholds, sending while drafting, drafting on while a verdict is awaited."""
+    """Both thresholds, planned sending while drafting, drafting on while a verdict is awaited."""
     return Policy("pipesd")
 
 
 def vanilla() -> Policy:
     """Draft N, one upload, verify, the edge idle meanwhile (N = 6, the paper's for HumanEval)."""
-    return Policy("vanilla", Thresholds(0.0, 0.0, 6), proactive=False, sending=SEND_HELD)
+    return Policy(
+        "vanilla",
+        Thresholds(0.0, 0.0, 6),
+        proactive=False,
+        sending=SEND_HELD,
+        verify=VERIFY_TRIGGERED,
+    )
 
 
 def hsl() -> Policy:
@@ -69,6 +86,7 @@ def hsl() -> Policy:
         proactive=False,
         sending=SEND_HELD,
         max_ahead=BASELINE_CAP,
+        verify=VERIFY_TRIGGERED,
     )
 
 
@@ -81,12 +99,13 @@ def edgellm() -> Policy:
         max_ahead=2 * BASELINE_CAP,
         min_survival=0.0,
         adapt_r1=True,
+        verify=VERIFY_TRIGGERED,
     )
 
 
 def cloud() -> Policy:
     """The target alone, its tokens streamed to the device."""
-    return Policy("cloud", proactive=False, sending=SEND_HELD, stream=True)
+    return Policy("cloud", proactive=False, sending=SEND_HELD, verify=VERIFY_STREAM)
 
 
 def local() -> Policy:

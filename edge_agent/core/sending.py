@@ -10,27 +10,42 @@ from dataclasses import dataclass
 
 from edge_agent.core.estimate import GammaEstimator, LinkEstimator
 from edge_agent.core.pipeline import LinkCost, Planner, WindowLength
-from edge_agent.core.policies import SEND_AT_ONCE, SEND_HELD
+from edge_agent.core.policies import SEND_AT_ONCE, SEND_HELD, SEND_PLANNED
 
 #: Seconds that a plan may be slower for having fewer messages: what a noisy beta is worth.
 SLACK = 5e-4
 #: Tokens fed to the draft model for one proposal, above which its time says nothing about gamma.
 MAX_FEED = 2
+#: Tokens that the edge drafts after a verdict before it asks again, roughly: the time until then,
+#: beside that of the way, for which the target would idle.
+TOKENS_TO_ASK = 3
+#: Forwards that the estimate of their duration is taken from.
+FORWARDS = 16
+#: Batches whose verdict may still come; as many are remembered of probes.
+MAX_TICKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What one session leaves to the next on the same device. Times in seconds."""
+    """What one session leaves to the next on the same device. Times in seconds.
+
+    ``measured``: the link's costs and the model that they go by were measured, so that the next
+    session need not send probes unless the link turns out to be another. ``forward``: seconds
+    of one forward of the target, 0: unknown.
+    """
 
     link: LinkCost = LinkCost(0.02)  # noqa: RUF009 (frozen)
     gamma: float = 0.02
     window: int = 20
+    measured: bool = False
+    forward: float = 0.0
 
 
 class Sending:
     """The plan in force and the measurements behind it; one session, one thread.
 
-    ``sending``: one of the policies' SEND_*. Sizes are tokens, so beta is per token.
+    ``sending``: one of the policies' SEND_*. Sizes are tokens, so beta is per token. A batch is
+    named by its epoch and the position at which it ends, as its verdict names it.
     """
 
     def __init__(self, sending: str, start: Estimates | None = None) -> None:
@@ -38,20 +53,47 @@ class Sending:
         self.link = LinkEstimator(start.link)
         self.gamma = GammaEstimator(start.gamma)
         self.window = WindowLength(start.window)
+        self.forward = GammaEstimator(start.forward, FORWARDS)
         self._sending = sending
+        self._measured = start.measured
         self._planner = Planner(start.window, start.link, start.gamma, SLACK)
         self._count = 0  # tokens of the window so far
         self._length = 0  # tokens of the draft sequence so far
-        self._ticket: int | None = None  # of the request that a verdict will answer
+        # Tickets of the estimator; None: two batches had that name, so no verdict tells which.
+        self._batches: dict[tuple[int, int], int | None] = {}
+        self._probes: dict[int, int] = {}
 
     @property
     def replans(self) -> int:
         return self._planner.replans
 
     @property
+    def messages_per_window(self) -> int:
+        """Messages that the plan in force makes of a window."""
+        return len(self._planner.plan.ends)
+
+    @property
     def estimates(self) -> Estimates:
         """What is known now."""
-        return Estimates(self.link.cost, self.gamma.gamma, self.window.value)
+        return Estimates(
+            self.link.cost,
+            self.gamma.gamma,
+            self.window.value,
+            self._measured_enough(),
+            self.forward.gamma,
+        )
+
+    @property
+    def target_idles(self) -> bool:
+        """Whether the target, after a verdict, has time for a forward before it is asked again.
+
+        A forward that nobody asked for delays one that is: it pays only where the way to the edge
+        and back, and some drafting, take longer than it. False as long as that is not known.
+        """
+        forward = self.forward.gamma
+        if forward <= 0.0 or not (self._measured or self.link.known):
+            return False
+        return self.link.alpha + TOKENS_TO_ASK * self.gamma.gamma > forward
 
     def drafted(self, feed: int, seconds: float | None) -> None:
         """One more token of the draft, after evaluating ``feed`` tokens in ``seconds``."""
@@ -66,7 +108,10 @@ class Sending:
             return True
         if self._sending == SEND_HELD or self._count == 0:
             return False
-        return self._planner.plan.ends_message(self._count)
+        plan = self._planner.plan
+        # A plan of one message says that nothing is gained by parting what is drafted. To send at
+        # the end of an average window would part it after all, whenever a draft is longer.
+        return len(plan.ends) > 1 and plan.ends_message(self._count)
 
     def asked(self) -> None:
         """A trigger sends everything and interrupts the window (paper, rule 1)."""
@@ -77,24 +122,68 @@ class Sending:
         """The draft begins anew."""
         self._count = self._length = 0
 
-    def sent(self, now: float, tokens: int, *, request: bool) -> None:
-        """A message of ``tokens`` went out; ``request``: the next verdict answers it."""
-        ticket = self.link.sent(now, tokens)
-        if request:
-            self._ticket = ticket
+    # -- the link -------------------------------------------------------------------------------
 
-    def answered(self, now: float, hold: float) -> None:
-        """The verdict that answers the latest request alone came; ``hold`` in seconds."""
-        if self._ticket is not None:
-            self.link.answered(self._ticket, now, hold)
-            self._ticket = None
-        self._replan()
+    def sent(self, now: float, tokens: int, name: tuple[int, int] | None = None) -> None:
+        """A message of ``tokens`` went out; ``name``: of a batch, by which its verdict calls it."""
+        ticket = self.link.sent(now, tokens)
+        if name is not None:
+            self._batches[name] = None if name in self._batches else ticket
+            if len(self._batches) > MAX_TICKETS:
+                del self._batches[next(iter(self._batches))]
+
+    def judged(self, name: tuple[int, int], now: float, hold: float, forward: float) -> None:
+        """A verdict on the batch ``name`` and all before it arrived at ``now``.
+
+        ``hold``: seconds from the batch's arrival at the verifier to the verdict's departure; 0 and
+        less: unknown. ``forward``: seconds of the target's forward for it; 0: unknown.
+        """
+        if forward > 0.0:
+            self.forward.add(forward)
+        ticket = self._batches.pop(name, None)
+        if ticket is not None and hold > 0.0:
+            self.link.answered(ticket, now, hold)
+            self._replan()
+
+    def doubtful(self) -> None:
+        """Something was lost or late: no answer to what is under way is a measurement."""
+        self._batches = dict.fromkeys(self._batches)
+        self._probes.clear()
 
     def disconnected(self) -> None:
+        """The connection is gone, and what was under way with it."""
         self.link.disconnected()
-        self._ticket = None
+        self._batches.clear()
+        self._probes.clear()
+
+    def probes(self, now: float) -> tuple[int, ...]:
+        """Sizes in tokens of the probes that are to go out now, one right after the other."""
+        if self._sending != SEND_PLANNED or len(self._probes) >= MAX_TICKETS:
+            return ()
+        if self._measured and not self.link.shifts:
+            return ()
+        return self.link.probes_needed(now)
+
+    def probe_sent(self, now: float, size: int) -> int:
+        """One of them goes out; its number, above 0."""
+        ticket = self.link.probe_sent(now, size)
+        number = self.link.probes
+        self._probes[number] = ticket
+        return number
+
+    def probe_answered(self, number: int, now: float) -> None:
+        """The answer to a probe arrived at ``now``; a verifier gives it at once."""
+        ticket = self._probes.pop(number, None)
+        if ticket is not None:
+            self.link.answered(ticket, now)
+            self._replan()
+
+    def _measured_enough(self) -> bool:
+        link = self.link
+        if link.shifts:
+            return link.known and link.model_known
+        return self._measured or (link.known and link.model_known)
 
     def _replan(self) -> None:
-        known = self.estimates
-        if self._planner.update(known.window, known.link, known.gamma):
+        if self._planner.update(self.window.value, self.link.cost, self.gamma.gamma):
             self._count = 0

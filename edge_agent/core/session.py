@@ -26,7 +26,8 @@ from broker.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     VERIFY_EAGER,
-    VERIFY_STREAM,
+    VERIFY_MODES,
+    VERIFY_TRIGGERED,
     Accepted,
     Close,
     Closed,
@@ -38,7 +39,13 @@ from broker.messages import (
     VerifierMessage,
 )
 from edge_agent.core.attachment import Attachment, Next, refused_error
-from edge_agent.core.config import LOCAL_FORBID, LOCAL_ONLY, SessionConfig
+from edge_agent.core.config import (
+    LOCAL_FORBID,
+    LOCAL_ONLY,
+    VERIFY_AHEAD,
+    VERIFY_AUTO,
+    SessionConfig,
+)
 from edge_agent.core.effects import (
     SOURCE_ACCEPTED,
     SOURCE_LOCAL,
@@ -97,7 +104,8 @@ class EdgeSession:
         self._state = State.LOCAL if config.local == LOCAL_ONLY else State.OPENING
         self._at = Attachment(self.timing, now)
         self._limit = config.max_tokens
-        self._eager = config.verify == VERIFY_EAGER
+        self._verify = self.policy.verify or config.verify
+        self._going_on = False  # the latest request let the target write on
         self._draft_broken = False
         self._asked: int | None = None  # judge up to here: the outstanding NAV request
         self._asked_at = 0.0
@@ -214,7 +222,10 @@ class EdgeSession:
             return
         self._window.append(token, confidence)
         self.sending.drafted(len(effect.feed), seconds)
-        rule = self.trigger.observe(confidence)
+        hold = self._asked is not None and not self.policy.ask_again
+        self._fire(self.trigger.observe(confidence, hold=hold), now)
+
+    def _fire(self, rule: str | None, now: float) -> None:
         if rule is not None and self._state is State.ACTIVE:
             self.stats.count_trigger(rule)
             self._ask(now)
@@ -283,10 +294,15 @@ class EdgeSession:
         self._at.begin_wait(now)
         self._asked_at = now
         self._clean_sample = False
+        self.sending.doubtful()
         return self._at.connected and self._at.deadline is not None and now >= self._at.deadline
 
-    def receive(self, message: VerifierMessage, now: float) -> None:
-        """A message of this session's ``down`` topic."""
+    def receive(self, message: VerifierMessage, now: float, heard_at: float | None = None) -> None:
+        """A message of this session's ``down`` topic.
+
+        ``heard_at``: when it arrived, where the driver was busy until ``now``.
+        """
+        heard_at = now if heard_at is None else heard_at
         if self._state is State.DONE:
             return
         if message.attach != self.attach or self.attach == 0:
@@ -304,10 +320,10 @@ class EdgeSession:
             self._on_closed(message, now)
         elif isinstance(message, Verdict):
             self._at.sign_of_life(now)
-            self._on_verdict(message, now)
+            self._on_verdict(message, now, heard_at)
         else:
             self._at.sign_of_life(now)
-            self._on_resync(message, now)
+            self._on_resync(message, now, heard_at)
 
     # -- attaching ------------------------------------------------------------------------------
 
@@ -321,7 +337,7 @@ class EdgeSession:
                 sampling=self.config.sampling,
                 max_tokens=self.config.max_tokens,
                 vocab_hash=self.config.vocab_hash,
-                verify=VERIFY_STREAM if self.policy.stream else self.config.verify,
+                verify=self._verify if self._verify in VERIFY_MODES else VERIFY_TRIGGERED,
             )
             self._outbox.append(Outgoing(None, message))
 
@@ -393,7 +409,7 @@ class EdgeSession:
 
     # -- verdicts -------------------------------------------------------------------------------
 
-    def _on_verdict(self, verdict: Verdict, now: float) -> None:
+    def _on_verdict(self, verdict: Verdict, now: float, heard_at: float) -> None:
         end = verdict.start + len(verdict.tokens)
         if max(verdict.tokens) >= self.config.vocab_size or end > self._limit:
             self.stats.out_of_range += 1
@@ -425,18 +441,25 @@ class EdgeSession:
         self._effects.append(Commit(outcome.start, outcome.fresh, sources))
         if verdict.finish is not None:
             self._end(verdict.finish, None)
-        elif self._asked is not None and end > self._asked:
+            return
+        judged = (verdict.epoch, verdict.start + verdict.judged)
+        hold, forward = verdict.hold_ms / 1000.0, verdict.forward_ms / 1000.0
+        self.sending.judged(judged, heard_at, hold, forward)
+        if self._asked is not None and end > self._asked:
             if self._clean_sample:
                 self._at.response.sample(now - self._asked_at)
-                self.sending.answered(now, verdict.hold_ms / 1000.0)
             self._asked = None
             self._at.deadline = None
+            self._fire(self.trigger.release(), now)
         elif self._asked is not None:
             self._asked_at = now
             self._at.expect_answer(now)
 
-    def _on_resync(self, message: Resync, now: float) -> None:
+    def _on_resync(self, message: Resync, now: float, heard_at: float) -> None:
         """The verifier lacks something of the draft, or lacks nothing and says that it lives."""
+        if message.probe:
+            self.sending.probe_answered(message.probe, heard_at)
+            return
         if message.epoch != self._window.epoch:
             self._window.resend_from(0)
         elif message.have < len(self.committed):
@@ -466,7 +489,9 @@ class EdgeSession:
 
         Nobody looks at what was not asked for, and a verdict that drops it saves the bytes.
         """
-        return self._asked is not None and not self._eager and self.policy.sending != SEND_PLANNED
+        if self._asked is None or self._verify == VERIFY_EAGER:
+            return False
+        return self.policy.sending != SEND_PLANNED
 
     def _ask(self, now: float) -> None:
         """NAV trigger: everything unsent goes out in one batch (paper, rule 1)."""
@@ -480,11 +505,18 @@ class EdgeSession:
             self._at.expect_answer(now)
         self.sending.asked()
         self._send_request(now)
+        for size in self.sending.probes(now):
+            self._send_probe(now, size)
 
     def _send_draft(self, now: float, *, verify: bool) -> None:
-        batch = self._window.take_batch(self.attach, verify=verify)
+        if verify:
+            self._going_on = self._verify == VERIFY_AHEAD or (
+                self._verify == VERIFY_AUTO and self.sending.target_idles
+            )
+        batch = self._window.take_batch(self.attach, verify=verify, go_on=verify and self._going_on)
         if batch is not None:
-            self.sending.sent(now, len(batch.tokens), request=verify)
+            size = len(batch.tokens)
+            self.sending.sent(now, size, (batch.epoch, batch.base + size))
             self._outbox.append(Outgoing(self.verifier, batch))
 
     def _repeat(self, now: float) -> None:
@@ -498,6 +530,7 @@ class EdgeSession:
 
     def _repeat_draft(self, now: float) -> None:
         self._clean_sample = False
+        self.sending.doubtful()
         self._send_request(now)
 
     def _send_request(self, now: float) -> None:
@@ -511,11 +544,20 @@ class EdgeSession:
             return
         self._resync_at = (have, now + self._at.response.timeout)
         self._clean_sample = False
+        self.sending.doubtful()
         self.stats.resyncs += 1
         if self._asked is not None:
             self._at.expect_answer(now)
-        self.sending.sent(now, 0, request=False)
+        self.sending.sent(now, 0)
         message = Resync(self.attach, self._window.epoch, have)
+        self._outbox.append(Outgoing(self.verifier, message))
+
+    def _send_probe(self, now: float, size: int) -> None:
+        """While the link has nothing else to do: a verdict is being waited for."""
+        number = self.sending.probe_sent(now, size)
+        padding = (self.config.vocab_size - 1,) * size  # as large as drafts can be
+        have = len(self.committed)
+        message = Resync(self.attach, self._window.epoch, have, number, padding)
         self._outbox.append(Outgoing(self.verifier, message))
 
     # -- drafting and the end -------------------------------------------------------------------
@@ -526,11 +568,15 @@ class EdgeSession:
             return False
         if self._asked is not None and not self.policy.proactive:
             return False
-        if window.position >= self._limit or len(window.draft) >= self.config.max_ahead:
+        # The last token of all is the target's own, whatever is drafted there.
+        last = self._limit if self._state is State.LOCAL else self._limit - 1
+        if window.position >= last or len(window.draft) >= self.config.max_ahead:
             return False
         if window.length > self.config.context:
             return False
-        if self._asked is not None and window.survival < self.config.min_survival:
+        if (
+            self._asked is not None or self._going_on
+        ) and window.survival < self.config.min_survival:
             return False  # a verdict is on its way that will most likely drop it
         return not (window.draft and window.draft[-1] in self.config.eos_ids)
 

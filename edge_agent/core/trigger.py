@@ -43,16 +43,18 @@ class Trigger:
         self._product = 1.0
         self._length = 0
         self._fired_at = 1.0  # the product at the latest trigger
+        self._held: str | None = None  # the rule that fired while it was not to
 
     def reset(self) -> None:
         """Begin anew: after a trigger or a rollback."""
         self._product = 1.0
         self._length = 0
+        self._held = None
 
-    def observe(self, confidence: float) -> str | None:
+    def observe(self, confidence: float, *, hold: bool = False) -> str | None:
         """Take one drafted token's confidence; the rule that fires (and resets), or None.
 
-        The answer is ``sequence``, ``token`` or ``window``.
+        The answer is ``sequence``, ``token`` or ``window``. ``hold``: fire only at ``release``.
         """
         limits = self.thresholds
         self._product *= confidence
@@ -64,6 +66,12 @@ class Trigger:
             fired = "sequence"
         elif self._length >= limits.window:
             fired = "window"
+        self._held = self._held or fired
+        return None if hold else self.release()
+
+    def release(self) -> str | None:
+        """The rule that fired while it was held, or None."""
+        fired = self._held
         if fired is not None:
             self._fired_at = self._product
             self.reset()

@@ -116,7 +116,7 @@ class DraftWindow:
 
     # -- sending --------------------------------------------------------------------------------
 
-    def take_batch(self, attach: int, *, verify: bool) -> DraftBatch | None:
+    def take_batch(self, attach: int, *, verify: bool, go_on: bool = False) -> DraftBatch | None:
         """Everything unsent as one batch, from now on counted as sent; None if it says nothing."""
         committed = len(self.committed)
         base = max(self._sent, committed)
@@ -124,7 +124,7 @@ class DraftWindow:
         if not tokens and not verify:
             return None
         self._sent = base + len(tokens)
-        return DraftBatch(attach, self.epoch, base, tokens, None, verify)
+        return DraftBatch(attach, self.epoch, base, tokens, None, verify, go_on)
 
     def resend_from(self, have: int) -> None:
         """The verifier has the draft only up to ``have``."""

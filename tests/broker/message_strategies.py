@@ -54,7 +54,8 @@ def drafts(draw: st.DrawFn) -> DraftBatch:
     if draw(st.booleans()):
         parents = tuple(draw(st.integers(-1, index - 1)) for index in range(len(chosen)))
     verify = draw(st.booleans()) or not chosen
-    return DraftBatch(draw(counts), draw(counts), draw(counts), chosen, parents, verify)
+    go_on = verify and draw(st.booleans())
+    return DraftBatch(draw(counts), draw(counts), draw(counts), chosen, parents, verify, go_on)
 
 
 @st.composite
@@ -80,7 +81,7 @@ messages = st.one_of(
     verdicts(),
     st.builds(Accepted, counts, short, counts, counts),
     st.builds(Refused, counts, short, st.text(max_size=MAX_DETAIL), st.floats(0.0, 86_400.0)),
-    st.builds(Resync, counts, counts, counts),
+    st.builds(Resync, counts, counts, counts, counts, tokens),
     st.builds(Close, counts),
     st.builds(Closed, counts, short),
     st.builds(

@@ -57,7 +57,9 @@ def test_fields_of_a_later_version_are_ignored(message, extra) -> None:
     if isinstance(message, DraftBatch):
         parts += [None] * (6 - len(parts) + 1)
         parts[5] = message.parents
-        parts[6] = message.verify
+        parts[6] = 2 if message.go_on else message.verify
+    if isinstance(message, Resync):
+        parts[4:] = [message.probe, message.padding]
     assert decode(msgpack.packb([*parts, *extra])) == message
 
 
@@ -119,7 +121,9 @@ def test_what_is_not_needed_is_not_sent() -> None:
     plain = len(encode(DraftBatch(1, 0, 0, (1,))))
     assert plain == 7
     assert len(encode(DraftBatch(1, 0, 0, (1,), None, True))) == plain + 2
+    assert len(encode(DraftBatch(1, 0, 0, (1,), None, True, True))) == plain + 2
     assert len(encode(Resync(1, 2, 3))) == 5
+    assert len(encode(Resync(1, 2, 3, 4))) == 6
     assert len(encode(Close(1))) == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from broker.messages import VERIFY_EAGER
 from cloud_verifier.core.scheduler import Limits
 from tests.cloud_verifier.hand import PROMPT, Hand, attached, continuation
 
@@ -127,3 +128,24 @@ def test_seats_hold_distinct_slots() -> None:
         hand.ask(device)
     slots = [seat.slot for seat in hand.forward().seats]
     assert sorted(slots) == [0, 1, 2, 3]
+
+
+def test_what_nobody_waits_for_is_done_only_when_the_target_would_idle() -> None:
+    hand = attached("a")
+    hand.open("b", verify=VERIFY_EAGER)
+    hand.run()
+    hand.ask("b", 5, verify=False)
+    hand.ask("a")
+    first = hand.forward()
+    assert hand.seated(first) == ["a"], "its verdict is not to be later for b's sake"
+    hand.finish(first)
+    assert hand.seated(hand.forward()) == ["b"]
+
+
+def test_what_nobody_waits_for_takes_nobodys_slot() -> None:
+    hand = attached("a", "b", slots=2)
+    hand.run()
+    hand.open("c", verify=VERIFY_EAGER)
+    hand.ask("c", 5, verify=False)
+    assert hand.run() == 0
+    assert hand.core.slots.evictions == 0

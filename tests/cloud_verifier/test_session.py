@@ -24,6 +24,7 @@ from cloud_verifier.core.session import (
     MAX_PENDING,
     MAX_REPEATS,
     MAX_ROUNDS,
+    MAX_UNHEARD,
     Plan,
     VerifierSession,
 )
@@ -226,12 +227,113 @@ def test_a_newer_epoch_while_the_forward_runs_is_kept() -> None:
     assert held.plan(99) == Plan(3, (5, 6), 1, 2, 1)
 
 
-def test_hold_is_the_time_from_the_request() -> None:
+def test_hold_is_the_time_from_the_arrival_of_the_last_batch_judged() -> None:
     held = session()
     draft(held, 0, 1, now=1.0)
     draft(held, 1, 2, verify=True, now=3.0)
     draft(held, 1, 2, verify=True, now=4.0)  # a duplicate does not start it anew
     assert judge(held, 1, 2, 3, now=3.5).hold_ms == pytest.approx(500.0)
+
+
+def test_a_batch_that_a_forward_came_too_early_for_counts_from_its_own_arrival() -> None:
+    held = session()
+    draft(held, 0, 1, verify=True, now=1.0)
+    plan = held.plan(100)
+    assert plan is not None
+    draft(held, 1, 2, verify=True, now=1.25)
+    held.judge(plan, (1, 2), 2.0, 10.0)
+    first, second = held.take_messages()[0], judge(held, 3, now=2.5)
+    assert isinstance(first, Verdict)
+    assert first.hold_ms == pytest.approx(1000.0)
+    assert second.hold_ms == pytest.approx(1250.0), "it ended where the second batch did"
+
+
+def test_where_no_batch_ended_there_is_no_hold() -> None:
+    held = session()
+    held.receive_draft(DraftBatch(1, 1, 0, (), None, True, True), 1.0)
+    judge(held, 1, now=3.0)
+    assert judge(held, 2, now=4.0).hold_ms == 0.0, "the target wrote on"
+    draft(held, 2, 3, 4, now=4.0)
+    plan = held.plan(2)  # with room for one of both
+    assert plan is not None
+    assert plan.judged == 1
+    held.judge(plan, (3, 4), 5.0, 10.0)
+    (verdict,) = held.take_messages()
+    assert isinstance(verdict, Verdict)
+    assert verdict.hold_ms == 0.0
+
+
+def test_a_newer_epoch_leaves_no_hold_that_could_be_taken_for_its_own() -> None:
+    held = session()
+    draft(held, 0, 1, verify=True, now=1.0)
+    plan = held.plan(100)
+    assert plan is not None
+    draft(held, 0, 7, verify=True, now=1.5, epoch=2)
+    held.judge(plan, (7, 8), 2.0, 10.0)
+    (verdict,) = held.take_messages()
+    assert isinstance(verdict, Verdict)
+    assert verdict.hold_ms == 0.0
+
+
+def go_on(held: VerifierSession, base: int, *tokens: int, may: bool = True) -> None:
+    """Ask, and let the target write on or not."""
+    held.receive_draft(DraftBatch(1, 1, base, tokens, None, True, may), 1.0)
+
+
+def test_allowed_to_the_target_writes_on_alone_but_not_for_ever() -> None:
+    held = session(max_tokens=4 * MAX_UNHEARD)
+    go_on(held, 0)
+    written = 0
+    while held.has_work:
+        assert held.triggered is (written == 0), "nobody waits for the rest"
+        judge(held, 1 + written % 7)
+        written += 1
+    assert written == MAX_UNHEARD
+    held.receive_resync(Resync(1, 1, 10), 3.0)
+    held.take_messages()
+    while held.has_work:
+        judge(held, 1 + written % 7)
+        written += 1
+    assert written == MAX_UNHEARD + 10, "it goes on from what the edge spoke of"
+
+
+def test_a_request_without_leave_ends_the_writing_on() -> None:
+    held = session()
+    go_on(held, 0)
+    judge(held, 1)
+    judge(held, 2)
+    go_on(held, 1, may=False)  # it has seen the first of both only
+    assert not held.has_work
+    go_on(held, 2, 3)
+    assert judge(held, 3, 4).accepted == 1
+    assert held.has_work
+
+
+def test_what_contradicts_ends_no_writing_on() -> None:
+    held = session()
+    go_on(held, 0, 5, 6)
+    plan = held.plan(100)
+    assert plan is not None
+    held.judge(plan, (7, 8, 9), 2.0, 10.0)
+    held.take_messages()
+    draft(held, 2, 6)
+    assert judge(held, 1).tokens == (1,)
+
+
+def test_a_probe_is_answered_and_changes_nothing() -> None:
+    held = session()
+    draft(held, 0, 1, 2)
+    held.receive_resync(Resync(1, 5, 9, 77, (3, 3)), 3.0)
+    assert held.take_messages() == [Resync(1, 1, 2, 77)]
+    assert judge_after(held) == (1, 2)
+
+
+def judge_after(held: VerifierSession) -> tuple[int, ...]:
+    """The drafts that a request would have judged now."""
+    draft(held, 2, verify=True)
+    plan = held.plan(100)
+    assert plan is not None
+    return plan.tokens[len(plan.tokens) - plan.judged :]
 
 
 def test_a_dead_epoch_leaves_no_time_behind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from broker.messages import (
+    VERIFY_TRIGGERED,
     Accepted,
     DraftBatch,
     EdgeMessage,
@@ -16,6 +17,8 @@ from broker.messages import (
 from broker.sampling import Sampling
 from edge_agent.core.config import SessionConfig
 from edge_agent.core.effects import Commit, DraftNext, Finished
+from edge_agent.core.policies import SEND_AT_ONCE, Policy
+from edge_agent.core.sending import Estimates
 from edge_agent.core.session import EdgeSession, Outgoing, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
@@ -37,6 +40,7 @@ def config(**changes: object) -> SessionConfig:
         "eos_ids": frozenset({EOS}),
         "context": 1000,
         "min_survival": 0.0,
+        "verify": VERIFY_TRIGGERED,
         **changes,
     }
     return SessionConfig(**settings)  # type: ignore[arg-type]
@@ -50,11 +54,18 @@ class Hand:
         thresholds: Thresholds = QUIET,
         timing: Timing | None = None,
         limit: int = 50,
+        policy: Policy | None = None,
+        estimates: Estimates | None = None,
         **changes: object,
     ) -> None:
         self.now = 100.0
         self.limit = limit
-        self.session = EdgeSession(config(**changes), thresholds, timing, self.now)
+        # Each drafted token is to be seen as soon as it may go out.
+        policy = policy or Policy("pipesd", thresholds, sending=SEND_AT_ONCE)
+        self.session = EdgeSession(
+            config(**changes), None, timing, self.now, policy=policy, estimates=estimates
+        )
+        self.open_message: SessionOpen | None = None
         self._seen: list[Commit | Finished] = []
 
     # -- the driver -----------------------------------------------------------------------------
@@ -136,6 +147,7 @@ def opened(thresholds: Thresholds = QUIET, **changes: object) -> Hand:
     hand.link(True)
     (message,) = hand.sent()
     assert isinstance(message, SessionOpen)
+    hand.open_message = message
     hand.accept()
     assert hand.session.state is State.ACTIVE
     assert hand.sent() == []

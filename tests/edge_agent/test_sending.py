@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from edge_agent.core.pipeline import LinkCost, plan
+from edge_agent.core.pipeline import PIPELINED, LinkCost, plan
 from edge_agent.core.policies import (
     SEND_AT_ONCE,
     SEND_HELD,
     SEND_PLANNED,
     find_policy,
 )
-from edge_agent.core.sending import SLACK, Estimates, Sending
+from edge_agent.core.sending import MAX_TICKETS, SLACK, Estimates, Sending
 from tests.sim.world import World, reference
 
 #: Probabilities on the wire: beta matters, so a window is worth splitting.
@@ -70,25 +70,123 @@ def test_a_prompt_says_nothing_about_gamma() -> None:
     assert out.estimates.gamma == pytest.approx(0.01)
 
 
-def test_the_link_is_learnt_from_requests_and_their_verdicts() -> None:
+def test_the_link_is_learnt_from_batches_and_their_verdicts() -> None:
     out = Sending(SEND_PLANNED)
-    now = 0.0
+    now, end = 0.0, 0
     for tokens in (1, 8, 4, 2, 6, 3) * 4:
-        out.sent(now, tokens, request=True)
-        out.answered(now + 0.05 + 0.03 + 0.004 * tokens, hold=0.05)
+        end += tokens
+        out.sent(now, tokens, (1, end))
+        out.judged((1, end), now + 0.05 + 0.03 + 0.004 * tokens, hold=0.05, forward=0.04)
         now += 1.0
     link = out.estimates.link
     assert link.alpha == pytest.approx(0.03, rel=0.1)
     assert link.beta == pytest.approx(0.004, rel=0.1)
+    assert out.estimates.forward == pytest.approx(0.04)
     assert out.replans > 1
 
 
-def test_a_second_answer_to_one_request_is_ignored() -> None:
+def test_a_link_is_learnt_while_requests_overlap() -> None:
+    """Rule 2: under PipeSD the next request mostly goes out before the verdict on the last one."""
     out = Sending(SEND_PLANNED)
-    out.sent(0.0, 3, request=True)
-    out.answered(0.1, 0.0)
-    out.answered(5.0, 0.0)
+    for batch in range(40):
+        sent = batch * 0.05
+        out.sent(sent, 2, (1, batch))
+        if batch >= 2:
+            earlier = (batch - 2) * 0.05
+            out.judged((1, batch - 2), earlier + 0.03 + 0.06, hold=0.06, forward=0.04)
+    assert out.link.known
+    assert out.estimates.link.alpha == pytest.approx(0.03, rel=0.05)
+
+
+def test_what_names_no_batch_or_two_is_no_measurement() -> None:
+    out = Sending(SEND_PLANNED)
+    out.sent(0.0, 3, (1, 3))
+    out.judged((2, 3), 0.1, 0.01, 0.0)  # of another epoch
+    out.judged((1, 3), 0.1, 0.0, 0.0)  # the verifier does not know how long it held it
+    out.judged((1, 3), 5.0, 0.01, 0.0)  # again
+    out.sent(6.0, 3, (1, 6))
+    out.sent(7.0, 3, (1, 6))  # repeated: the verdict may be on either
+    out.judged((1, 6), 7.1, 0.01, 0.0)
+    out.sent(8.0, 3, (1, 9))
+    out.doubtful()
+    out.judged((1, 9), 8.1, 0.01, 0.0)
+    assert out.link.rejected == out.link.unmatched == 0
+    assert not out.link.fresh(8.1)
+
+
+def test_names_and_probes_are_bounded() -> None:
+    out = Sending(SEND_PLANNED)
+    for index in range(10 * MAX_TICKETS):
+        out.sent(float(index), 1, (1, index))
+    assert len(out._batches) == MAX_TICKETS
+
+
+def test_probes_tell_what_keeps_the_link_busy() -> None:
+    """10 ms of a grant for each message, 40 ms on the way: the second of a pair waits 10 ms."""
+    out = Sending(SEND_PLANNED)
+    now = 0.0
+    for _ in range(40):
+        free = now
+        for size in out.probes(now):
+            number = out.probe_sent(now, size)
+            free = max(free, now) + 0.01
+            out.probe_answered(number, free + 0.04)
+        now += 0.1
+    assert out.link.model == PIPELINED
+    assert out.estimates.measured
+    assert out.estimates.link.occupancy == pytest.approx(0.01, rel=0.1)
+    assert out.estimates.link.alpha == pytest.approx(0.05, rel=0.05)
+    assert out.probes(now) == ()
+
+
+def test_an_answered_probe_counts_once_and_a_doubtful_one_never() -> None:
+    out = Sending(SEND_PLANNED)
+    number = out.probe_sent(0.0, 1)
+    out.probe_answered(number, 0.05)
+    out.probe_answered(number, 9.0)
+    lost = out.probe_sent(1.0, 1)
+    out.doubtful()
+    out.probe_answered(lost, 9.0)
     assert out.link.unmatched == 0
+    assert out.link.alpha == pytest.approx(0.05)
+
+
+def test_a_measured_link_needs_no_probes_until_it_is_another() -> None:
+    out = Sending(SEND_PLANNED, replace(HEAVY, measured=True))
+    assert out.probes(0.0) == ()
+    out.link.shifts = 1
+    assert out.probes(0.0) != ()
+
+
+@pytest.mark.parametrize("sending", [SEND_AT_ONCE, SEND_HELD])
+def test_where_nothing_is_planned_nothing_is_probed(sending: str) -> None:
+    assert Sending(sending).probes(0.0) == ()
+
+
+def test_one_message_in_a_window_is_never_sent_before_the_trigger() -> None:
+    """Token ids: beta is 0, so parting a draft gains nothing, wherever the window ends."""
+    out = Sending(SEND_PLANNED, Estimates(LinkCost(0.02), 0.01, 4))
+    assert out.messages_per_window == 1
+    for _ in range(12):
+        out.drafted(1, None)
+        assert not out.due()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "gamma", "forward", "idles"),
+    [
+        (0.001, 0.008, 0.040, False),  # asked again before a forward would be over
+        (0.065, 0.008, 0.040, True),  # a far verifier
+        (0.001, 0.030, 0.040, True),  # a slow device
+        (0.065, 0.008, 0.500, False),  # a slow target: who asks would wait for it
+        (0.065, 0.008, 0.0, False),  # nothing known of the target yet
+    ],
+)
+def test_whether_the_target_would_idle(alpha, gamma, forward, idles) -> None:
+    known = Estimates(LinkCost(alpha), gamma, measured=True, forward=forward)
+    assert Sending(SEND_PLANNED, known).target_idles is idles
+    unknown = replace(known, measured=False)
+    assert not Sending(SEND_PLANNED, unknown).target_idles, "the link is only guessed"
 
 
 @pytest.mark.parametrize("quality", [0.0, 0.7, 1.0])

@@ -8,11 +8,16 @@ from broker.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     VERIFY_EAGER,
+    VERIFY_TRIGGERED,
     Close,
     DraftBatch,
     Resync,
 )
+from edge_agent.core.config import VERIFY_AHEAD, VERIFY_AUTO
 from edge_agent.core.effects import SOURCE_ACCEPTED, SOURCE_TARGET, Commit, DraftNext, Finished
+from edge_agent.core.pipeline import LinkCost
+from edge_agent.core.policies import SEND_HELD, Policy
+from edge_agent.core.sending import Estimates
 from edge_agent.core.session import State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
@@ -82,6 +87,69 @@ def test_eager_sends_what_it_drafts_while_it_waits() -> None:
     assert hand.batch() == DraftBatch(1, 1, 1, (2,))
 
 
+def test_one_request_at_a_time_where_the_policy_says_so() -> None:
+    policy = Policy("x", OFTEN, sending=SEND_HELD, ask_again=False)
+    hand = opened(policy=policy)
+    hand.draft(1, confidence=0.1)
+    assert hand.batch().tokens == (1,)
+    hand.draft(2, confidence=0.1)
+    hand.draft(3)
+    assert hand.sent() == []
+    hand.verdict(0, [1, 2], accepted=1)
+    assert hand.batch() == DraftBatch(1, 1, 2, (3,), None, True), "it asks once that is answered"
+
+
+def test_ahead_lets_the_target_write_on_after_each_request() -> None:
+    hand = opened(OFTEN, verify=VERIFY_AHEAD)
+    assert hand.open_message.verify == VERIFY_TRIGGERED, "what that means is the edge's affair"
+    hand.draft(1, confidence=0.1)
+    assert hand.batch() == DraftBatch(1, 1, 0, (1,), None, True, True)
+    hand.verdict(0, [1, 2], accepted=1)
+    hand.verdict(2, [3])  # nobody asked for this one
+    assert hand.effects()[-1] == Commit(2, (3,), (SOURCE_TARGET,))
+    assert hand.session.get_timer() is None, "and nobody waits for the next"
+
+
+def test_auto_lets_it_where_the_way_is_longer_than_a_forward() -> None:
+    for alpha, may in ((0.2, True), (0.001, False)):
+        known = Estimates(LinkCost(alpha), 0.001, measured=True, forward=0.05)
+        hand = opened(OFTEN, verify=VERIFY_AUTO, estimates=known)
+        hand.draft(1, confidence=0.1)
+        assert hand.batch().go_on is may
+
+
+def test_while_the_target_writes_on_a_hopeless_draft_pauses_too() -> None:
+    hand = opened(OFTEN, verify=VERIFY_AHEAD, min_survival=0.3)
+    hand.draft(1, confidence=0.1)
+    hand.batch()
+    hand.verdict(0, [1, 2], accepted=1)
+    hand.effects()
+    hand.draft(3, confidence=0.6)
+    hand.draft(4, confidence=0.4)  # fires; and 0.24 of hope
+    assert hand.batch().verify
+    hand.verdict(2, [3, 4], accepted=1)
+    hand.effects()
+    hand.draft(5, confidence=0.51)
+    hand.draft(6, confidence=0.51)
+    assert hand.next_draft() is None
+
+
+def test_a_request_brings_the_probes_that_are_due() -> None:
+    hand = opened(OFTEN, policy=Policy("x", OFTEN))
+    hand.draft(1, confidence=0.1)
+    batch, *probes = hand.sent()
+    assert isinstance(batch, DraftBatch)
+    assert [(probe.probe, len(probe.padding)) for probe in probes] == [(1, 1), (2, 8)]
+    hand.now += 0.03
+    hand.receive(Resync(1, 1, 1, probe=2))
+    hand.receive(Resync(1, 1, 1, probe=1))
+    hand.receive(Resync(1, 1, 1, probe=99))  # nobody asked
+    assert hand.sent() == [], "an answer to a probe lacks nothing"
+    assert hand.session.sending.link.probes == 2
+    assert hand.session.sending.link.unmatched == 0
+    assert hand.session.sending._probes == {}
+
+
 def test_a_hopeless_draft_pauses_until_the_verdict() -> None:
     hand = opened(OFTEN, min_survival=0.3)
     hand.draft(1, confidence=0.4)
@@ -107,7 +175,7 @@ def test_what_was_held_back_goes_out_after_the_verdict() -> None:
     ("changes", "tokens"),
     [
         ({}, (1, 2, EOS)),
-        ({"max_tokens": 3}, (1, 2, 3)),
+        ({"max_tokens": 4}, (1, 2, 3)),  # the last one is the target's in any case
         ({"max_ahead": 3}, (1, 2, 3)),
         ({"context": len(PROMPT) + 2}, (1, 2, 3)),
     ],
@@ -123,7 +191,7 @@ def test_when_no_more_can_be_drafted_the_session_asks(changes, tokens) -> None:
 
 
 def test_the_verifiers_limit_ends_drafting() -> None:
-    hand = opened(limit=2)
+    hand = opened(limit=3)
     hand.draft(1, 2)
     assert hand.next_draft() is None
     assert hand.batch().verify

@@ -49,6 +49,20 @@ def test_reset_begins_anew() -> None:
     assert [trigger.observe(0.9) for _ in range(3)] == [None, None, "window"]
 
 
+def test_held_a_rule_fires_at_release_and_no_earlier() -> None:
+    trigger = Trigger(Thresholds(0.5, 0.0, 99))
+    assert trigger.release() is None
+    assert trigger.observe(0.4, hold=True) is None
+    assert trigger.observe(0.9, hold=True) is None, "what fired is not undone"
+    assert trigger.release() == "sequence"
+    assert trigger.release() is None
+    assert trigger.observe(0.4, hold=True) is None
+    assert trigger.observe(0.9) == "sequence", "no longer held"
+    trigger.observe(0.4, hold=True)
+    trigger.reset()
+    assert trigger.release() is None, "rolled back"
+
+
 def test_thresholds_may_change_on_the_way() -> None:
     trigger = Trigger(Thresholds(0.0, 0.0, 99))
     assert trigger.observe(0.6) is None

@@ -16,11 +16,13 @@ from broker.messages import (
     REFUSED_VOCABULARY,
     VERIFY_EAGER,
     VERIFY_MODES,
+    VERIFY_TRIGGERED,
     DraftBatch,
     Verdict,
 )
 from broker.topics import up_topic
 from broker.transport import Message
+from edge_agent.core.policies import SEND_AT_ONCE, Policy
 from edge_agent.core.session import State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
@@ -58,7 +60,13 @@ def test_a_thousand_batches_and_a_connection_cut_in_the_middle() -> None:
     for cut in (False, True):
         world = World(1, context=2_000, delay=(0.001, 0.01))
         world.add_verifier(forward_time=0.001)
-        edge = world.add_edge(max_tokens=1_100, thresholds=EACH, max_ahead=1, quality=0.0)
+        edge = world.add_edge(
+            max_tokens=1_100,
+            thresholds=EACH,
+            max_ahead=1,
+            quality=0.0,
+            verify=VERIFY_TRIGGERED,
+        )
         batches = 0
 
         def count(topic: str, payload: bytes, *, qos: int, sent=edge.transport.publish) -> None:
@@ -83,7 +91,8 @@ def test_a_batch_that_overtakes_another_is_never_judged_after_the_wrong_text() -
     """Case 2: batch n+1 before n is answered with Resync, and both are judged in order."""
     world = World(2)
     verifier = world.add_verifier()
-    edge = world.add_edge(thresholds=NEVER, quality=1.0, max_tokens=30, max_ahead=24)
+    policy = Policy("pipesd", NEVER, sending=SEND_AT_ONCE)
+    edge = world.add_edge(policy=policy, quality=1.0, max_tokens=30, max_ahead=24)
     held: list[tuple[str, bytes, int]] = []
     send = edge.transport.publish
 

@@ -15,7 +15,7 @@ import pytest
 from scipy.stats import chisquare
 
 from broker.memory import Faults
-from broker.messages import Verdict
+from broker.messages import VERIFY_TRIGGERED, Verdict
 from broker.sampling import Sampler, Sampling
 from edge_agent.core.trigger import Thresholds
 from edge_agent.scripted_draft import Chooser, Oracle
@@ -82,6 +82,7 @@ def write(name: str, window: int, faults: Faults = CALM) -> tuple[SimEdge, list[
         context=DRAWS + 10,
         thresholds=Thresholds(r1=0.0, r2=0.0, window=window),
         max_ahead=window,
+        verify=VERIFY_TRIGGERED,  # so that nearly every token is a judged one
     )
     verdicts: list[Verdict] = []
     receive = edge.session.receive

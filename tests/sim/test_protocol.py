@@ -23,9 +23,17 @@ from hypothesis.stateful import (
 )
 
 from broker.memory import Faults
-from broker.messages import VERIFY_MODES
 from cloud_verifier.core.scheduler import Limits
-from edge_agent.core.policies import SEND_PLANNED, Policy, cloud, edgellm, hsl, pipesd, vanilla
+from edge_agent.core.config import VERIFY_CHOICES
+from edge_agent.core.policies import (
+    SEND_AT_ONCE,
+    Policy,
+    cloud,
+    edgellm,
+    hsl,
+    pipesd,
+    vanilla,
+)
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from tests.sim.world import SimEdge, World, target_token
@@ -44,13 +52,18 @@ DULL = 400.0
 END_JUMPS, TOKEN_JUMPS = 2_000, 100
 
 
-def planned() -> Policy:
-    """PipeSD with messages that end where the plan for the measured link says."""
-    return replace(pipesd(), sending=SEND_PLANNED)
+def at_once() -> Policy:
+    """PipeSD that sends each token as it is drafted."""
+    return replace(pipesd(), sending=SEND_AT_ONCE)
 
 
 #: The policies that leave the judgement to a verifier, pipesd aside (None: the thresholds below).
-JUDGING = (vanilla, hsl, edgellm, cloud, planned)
+def once() -> Policy:
+    """EdgeLLM that has one request at a time."""
+    return replace(edgellm(), ask_again=False)
+
+
+JUDGING = (vanilla, hsl, edgellm, cloud, at_once, once)
 
 chances = st.sampled_from([0.0, 0.05, 0.15, 0.4])
 thresholds = st.builds(
@@ -75,7 +88,7 @@ edges = st.fixed_dictionaries(
         "thresholds": thresholds,
         "max_ahead": st.sampled_from([24, 100, 3, 1]),
         "min_survival": st.sampled_from([0.2, 0.0, 0.0, 1.0]),
-        "verify": st.sampled_from(VERIFY_MODES),
+        "verify": st.sampled_from(VERIFY_CHOICES),
         "ask_first": st.booleans(),
         "context": st.sampled_from([4096, 4096, 4096, 20]),
         "policy": st.sampled_from([None, None, None, *JUDGING]).map(lambda make: make and make()),
