@@ -112,6 +112,11 @@ class FleetTransport(MqttDriver):
             self.gone = True
         self._wake()
 
+    def heard(self, topic: str, payload: bytes, retain: bool, mark: str | None) -> None:
+        """See Listener; after ``stop`` nobody is called any more."""
+        if self._stop_at is None:
+            super().heard(topic, payload, retain, mark)
+
     def _wake(self) -> None:
         self._network.touch(self)
 
@@ -155,6 +160,7 @@ class FleetTransport(MqttDriver):
     def step(self, now: float) -> None:
         """Do what can be done now: subscribe, send, keep alive, say goodbye, notice a loss."""
         link = self._link
+        self._network.settled(self)
         if not isinstance(link, FleetLink):
             return
         try:
@@ -298,6 +304,10 @@ class FleetNetwork:
         """It has something to send."""
         self._touched[transport] = None
 
+    def settled(self, transport: FleetTransport) -> None:
+        """It is about to send what it has."""
+        self._touched.pop(transport, None)
+
     def connect_at(self, transport: FleetTransport, when: float) -> None:
         heapq.heappush(self._due, (when, next(self._order), transport))
 
@@ -320,10 +330,9 @@ class FleetNetwork:
     # -- inside ---------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        while self._touched:
-            touched, self._touched = self._touched, {}
+        if self._touched:
             now = time.monotonic()
-            for transport in touched:
+            for transport in list(self._touched):
                 transport.step(now)
 
     def _sweep(self, now: float) -> None:
