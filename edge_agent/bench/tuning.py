@@ -9,61 +9,36 @@ men. Compare on other texts than those tuned on.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
-from pathlib import Path
 
 from broker.command import run
 from broker.errors import ConfigError, PipesdError
-from broker.messages import VERIFY_TRIGGERED
 from broker.settings import Parser, parse
-from edge_agent.bench.contenders import CONTENDERS, select
+from edge_agent.bench.contenders import Constants, select
+from edge_agent.bench.files import check_writable, write_json
+from edge_agent.bench.grids import MAX_BUDGET, Search, constants_of, with_constants
 from edge_agent.bench.link import Scenario, find_scenario
 from edge_agent.bench.replay import replay_all
 from edge_agent.bench.replay_command import add_selection_flags, names, selected_traces
 from edge_agent.bench.traces import Trace
-from edge_agent.core.policies import Policy
+from edge_agent.core.config import DEFAULT_VERIFY
 
 PROGRAM = "tuning"
 #: Candidates that a worker takes at a time.
 _CHUNK = 16
 MAX_PROCESSES = 256
 
-_R1 = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0)
-_R2 = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_SURVIVAL = (0.0, 0.05, 0.2)
-_AHEAD = (6, 8, 12, 16, 24)
-#: What is tried per policy; one that is not named here has no constants. 0 turns a rule off. A
-#: threshold of 1 asks after each token.
-GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
-    "vanilla": {"window": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)},
-    "hsl": {"r2": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)},
-    # Its R1 adapts: only the first few verdicts hang on where it begins. Its cap is not known, and
-    # matters more: with a large one it asks so often that a slow uplink never catches up.
-    "edgellm": {
-        "r1": (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.92, 0.99),
-        "max_ahead": (4, 6, 8, 12, 16, 24, 32, 64, 128),
-    },
-    "pipesd": {"r1": _R1, "r2": _R2, "min_survival": _SURVIVAL, "max_ahead": _AHEAD},
-    "pipesd-no-pipeline": {"r1": _R1, "r2": _R2},
-    "pipesd-fixed": {
-        "window": (1, 2, 3, 4, 5, 6, 8, 10, 12),
-        "min_survival": _SURVIVAL,
-        "max_ahead": _AHEAD,
-    },
-    "pipesd-token-only": {"r2": _R2[1:], "min_survival": _SURVIVAL, "max_ahead": _AHEAD},
-    "pipesd-sequence-only": {"r1": _R1[1:], "min_survival": _SURVIVAL, "max_ahead": _AHEAD},
-}
 #: Tuned when no policy is named.
 TUNED = ("vanilla", "hsl", "edgellm", "pipesd")
 
@@ -89,42 +64,12 @@ class Tuning:
     rows: tuple[Row, ...]
 
 
-def constants_of(policy: Policy) -> dict[str, float]:
-    """The constants that ``policy`` has, as ``--constants`` takes them."""
-    limits = policy.thresholds
-    return {
-        "r1": limits.r1,
-        "r2": limits.r2,
-        "window": limits.window,
-        "min_survival": policy.min_survival,
-        "max_ahead": policy.max_ahead,
-    }
-
-
-def with_constants(name: str, scenario: str, constants: dict[str, float]) -> Policy:
-    """The contender ``name`` with these constants. Raises ConfigError."""
-    return CONTENDERS[name].policy({name: {scenario: constants}}, scenario)
-
-
-def candidates(name: str) -> Iterator[dict[str, float]]:
-    """What is tried: every combination in the grid of the policy ``name``.
-
-    With R1 at or above R2 the token rule never decides, so of those only R2 = 0 is tried.
-    """
-    grid = GRIDS.get(name, {})
-    for values in itertools.product(*grid.values()):
-        chosen = dict(zip(grid, values, strict=True))
-        if "r1" in chosen and chosen["r1"] >= chosen.get("r2", 0.0) > 0.0:
-            continue
-        yield chosen
-
-
 def measure(
     traces: Sequence[Trace],
     name: str,
     scenario: Scenario,
     constants: dict[str, float],
-    verify: str = VERIFY_TRIGGERED,
+    verify: str = DEFAULT_VERIFY,
 ) -> Row:
     """The figures of one candidate over all ``traces``."""
     policy = with_constants(name, scenario.name, constants)
@@ -169,55 +114,111 @@ def tune(
     policies: Sequence[str],
     scenarios: Sequence[Scenario],
     *,
-    verify: str = VERIFY_TRIGGERED,
+    verify: str = DEFAULT_VERIFY,
     processes: int = 1,
+    budget: int | None = None,
+    known: Constants | None = None,
+    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tuning:
     """Try each policy's grid in each scenario; of equally good candidates the first one wins.
 
-    ``processes``: so many at once, 1: in this one. ``progress``: called with the candidates done
-    and all of them. Raises ConfigError.
+    ``processes``: so many at once, 1: in this one. ``budget``: candidates that each policy is
+    granted in each scenario (``Search``, ``seed``), None: the whole grid. ``known``: pairs of
+    policy and scenario that are there already are left out. ``progress``: called with the
+    candidates done and all of them. Raises ConfigError.
     """
     if not 1 <= processes <= MAX_PROCESSES:
         raise ConfigError(f"{processes} processes: give 1 to {MAX_PROCESSES}")
+    if budget is not None and not 1 <= budget <= MAX_BUDGET:
+        raise ConfigError(f"a budget of {budget} candidates: give 1 to {MAX_BUDGET}")
     if not traces:
         raise ConfigError("no texts to tune on: record some")
-    jobs: list[_Job] = [
-        (name, scenario, constants, verify)
+    searches = [
+        (name, scenario, Search(name, budget, seed))
         for name in policies
         for scenario in scenarios
-        for constants in candidates(name)
+        if known is None or scenario.name not in known.get(name, {})
     ]
-    rows: list[Row] = []
-    for row in _run(traces, jobs, processes):
-        rows.append(row)
-        if progress is not None:
-            progress(len(rows), len(jobs))
+    total = sum(search.size for _, _, search in searches)
+    found: list[list[Row]] = [[] for _ in searches]
+    done = 0
+    with _Workers(traces, processes) as workers:
+        # Round by round for all of them at once: the rounds of one would not fill the workers.
+        while True:
+            rounds = [search.next_round() for _, _, search in searches]
+            jobs: list[_Job] = [
+                (name, scenario, constants, verify)
+                for (name, scenario, _), chosen in zip(searches, rounds, strict=True)
+                for constants in chosen
+            ]
+            if not jobs:
+                break
+            rows = workers.measure(jobs)
+            for (_, _, search), chosen, own in zip(searches, rounds, found, strict=True):
+                fresh: list[Row] = []
+                for _ in chosen:
+                    fresh.append(next(rows))
+                    done += 1
+                    if progress is not None:
+                        progress(done, total)
+                search.learn([row.tpt_s for row in fresh])
+                own.extend(fresh)
     best: dict[str, dict[str, dict[str, float]]] = {}
-    for name in policies:
-        best[name] = {}
-        for scenario in scenarios:
-            own = [row for row in rows if (row.policy, row.scenario) == (name, scenario.name)]
-            chosen = min(own, key=lambda row: row.tpt_s).constants
-            best[name][scenario.name] = constants_of(with_constants(name, scenario.name, chosen))
-    return Tuning(best, tuple(rows))
+    for (name, scenario, _), own in zip(searches, found, strict=True):
+        chosen_row = min(own, key=lambda row: row.tpt_s)
+        policy = with_constants(name, scenario.name, chosen_row.constants)
+        best.setdefault(name, {})[scenario.name] = constants_of(policy)
+    return Tuning(best, tuple(row for own in found for row in own))
 
 
-def _run(traces: Sequence[Trace], jobs: Sequence[_Job], processes: int) -> Iterator[Row]:
-    if processes == 1:
-        for name, scenario, constants, verify in jobs:
-            yield measure(traces, name, scenario, constants, verify)
-        return
-    # Not forked: the caller may have threads.
-    with ProcessPoolExecutor(
-        processes, get_context("spawn"), initializer=_begin, initargs=(traces,)
-    ) as pool:
+class _Workers:
+    """Processes that measure candidates on ``traces``; 1: this one. A context manager."""
+
+    def __init__(self, traces: Sequence[Trace], processes: int) -> None:
+        self._traces = traces
+        self._processes = processes
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Workers:
+        if self._processes > 1:
+            # Not forked: the caller may have threads.
+            self._pool = ProcessPoolExecutor(
+                self._processes,
+                get_context("spawn"),
+                initializer=_begin,
+                initargs=(self._traces,),
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def measure(self, jobs: Sequence[_Job]) -> Iterator[Row]:
+        """Their rows, in order."""
+        if self._pool is None:
+            for name, scenario, constants, verify in jobs:
+                yield measure(self._traces, name, scenario, constants, verify)
+            return
+        chunk = max(1, min(_CHUNK, len(jobs) // (4 * self._processes)))
         try:
-            yield from pool.map(_measure, jobs, chunksize=_CHUNK)
+            # Workers begin here and inherit the mask: Ctrl-C reaches the whole group, and it is for
+            # their owner to end them.
+            with _no_interrupt():
+                rows = self._pool.map(_measure, jobs, chunksize=chunk)
+            yield from rows
         except BrokenProcessPool:
             raise PipesdError("a tuning process died: run fewer of them at once") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -241,23 +242,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--nice", type=int, default=0, metavar="N", help="how far to step back for others (0)"
     )
     return parser
-
-
-def _check_writable(path: str | None) -> None:
-    """Before the work, not after it; what is there stays."""
-    try:
-        if path is not None:
-            with Path(path).open("a", encoding="utf-8"):
-                pass
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): give another") from None
-
-
-def _write(path: str, data: object) -> None:
-    try:
-        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): give another") from None
 
 
 class _Progress:
@@ -285,7 +269,8 @@ def tuning_command(args: argparse.Namespace) -> int:
     traces = selected_traces(args.traces)
     os.nice(args.nice)  # inherited by the processes
     for path in (args.out, args.table):
-        _check_writable(path)
+        if path is not None:
+            check_writable(path)
     found = tune(
         traces,
         policies,
@@ -294,9 +279,9 @@ def tuning_command(args: argparse.Namespace) -> int:
         processes=args.processes,
         progress=_Progress(),
     )
-    _write(args.out, found.best)
+    write_json(args.out, found.best)
     if args.table:
-        _write(
+        write_json(
             args.table,
             [{name: getattr(row, name) for name in Row.__dataclass_fields__} for row in found.rows],
         )
