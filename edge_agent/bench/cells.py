@@ -207,9 +207,15 @@ class ResultsFile:
 
     @classmethod
     def create(
-        cls, path: Path, settings: Settings, environment: Mapping[str, Any], *, started: str
+        cls,
+        path: Path,
+        settings: Settings,
+        environment: Mapping[str, Any],
+        *,
+        started: str,
+        tuning: Mapping[str, Any] | None = None,
     ) -> ResultsFile:
-        """A new one, with ``settings`` as its first line."""
+        """A new one, with ``settings`` as its first line; ``tuning``: how constants were found."""
         header = {
             "kind": "pipesd-bench",
             "version": VERSION,
@@ -217,9 +223,10 @@ class ResultsFile:
             "environment": dict(environment),
             "settings": settings.to_dict(),
         }
+        if tuning is not None:
+            header["tuning"] = dict(tuning)
         try:
-            if path.exists() and path.stat().st_size:
-                raise ConfigError(f"{path} exists: --resume it, or name another with --out")
+            check_new(path)
             path.write_text(json.dumps(header) + "\n", encoding="utf-8")
             return cls(path, json.loads(json.dumps(header)), ())
         except OSError as error:
@@ -262,6 +269,17 @@ class ResultsFile:
             self._file.close()
         except OSError:
             return  # said when it was written
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError where ``path`` holds something already."""
+    if path.exists() and path.stat().st_size:
+        raise ConfigError(f"{path} exists: --resume it, or name another with --out")
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The first line of a results file. Raises ConfigError."""
+    return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Result], int]:

@@ -16,6 +16,7 @@ from edge_agent.bench.cells import Settings, order
 from edge_agent.bench.contenders import Constants, Contender, read_constants, select
 from edge_agent.bench.link import SCENARIOS, WIRE_IDS, Scenario, find_scenario
 from edge_agent.bench.prompts import BUILT_IN, BenchPrompt, check_names, read_prompts
+from edge_agent.bench.tuned import to_tune, wish_of
 from edge_agent.cpus import usable_cores
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Choices:
         self.scenarios = _scenarios(args)
         self.prompts = _prompts(args)
         self.constants: Constants = {} if args.constants is None else read_constants(args.constants)
+        self.tune = wish_of(args, self.prompts)
         if quick:
             args.max_tokens = min(args.max_tokens, QUICK_TOKENS)
         self.sampling = sampling_from(args)
@@ -78,6 +80,17 @@ class Choices:
         )
         if len(self.cells) > _MAX_CELLS:
             raise ConfigError(f"{len(self.cells)} generations, above {_MAX_CELLS}: choose fewer")
+        self.settings = self._settings()
+
+    @property
+    def tunes(self) -> bool:
+        """Whether constants are to be found."""
+        policies = [one.name for one in self.contenders]
+        return self.tune is not None and bool(to_tune(policies, self.scenarios, self.constants))
+
+    def use(self, constants: Constants) -> None:
+        """Compare with these, which were found."""
+        self.constants = constants
         self.settings = self._settings()
 
     def _settings(self) -> Settings:
@@ -164,7 +177,7 @@ def _prompts(args: argparse.Namespace) -> tuple[BenchPrompt, ...]:
     count = args.prompt_count
     if count is not None and count < 1:
         raise ConfigError(f"--prompt-count {count} is below 1: leave it out for the default")
-    if args.prompts is None and args.raw:
+    if args.prompts is None and args.tune_prompts is None and args.raw:
         raise ConfigError("--raw goes with --prompts: the built-in prompts know what they are")
     every = BUILT_IN if args.prompts is None else read_prompts(args.prompts, chat=not args.raw)
     return every[: count or (QUICK_PROMPTS if args.quick else FULL_PROMPTS)]

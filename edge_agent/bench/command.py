@@ -1,4 +1,4 @@
-"""``edge-agent bench``: its flags, and what they mean. Nothing heavy is imported here."""
+"""``edge-agent bench``: what its flags set going. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from broker import __version__
 from broker.command import Stopped
 from broker.errors import ConfigError
-from broker.flags import add_sampling_flags
-from broker.messages import VERIFY_EAGER, VERIFY_TRIGGERED
-from edge_agent.bench import choices
-from edge_agent.bench.cells import Cell, Result, ResultsFile
-from edge_agent.bench.choices import Choices, encode
-from edge_agent.bench.contenders import CONTENDERS, GROUPS
+from edge_agent.bench.cells import Cell, Result, ResultsFile, check_new, read_header
+from edge_agent.bench.choices import Choices
+from edge_agent.bench.files import check_writable, replace_file, write_json
+from edge_agent.bench.flags import add_bench_flags
 from edge_agent.bench.html import page
-from edge_agent.bench.link import SCENARIOS, WIRE_IDS, WIRES
+from edge_agent.bench.link import WIRE_IDS
+from edge_agent.bench.machines import LoadDraft, Machines
+from edge_agent.bench.recording import Recording, samples_of, texts_of
 from edge_agent.bench.report import (
     Progress,
     as_json,
@@ -34,107 +35,13 @@ from edge_agent.bench.report import (
     table,
     texts_line,
 )
+from edge_agent.bench.schedule import run_all
 from edge_agent.bench.summary import compared, differences, summarise
+from edge_agent.bench.traces import write_traces
+from edge_agent.bench.tuned import constants_in, find_constants, lines_of
 from edge_agent.cpus import usable_cores
 
-if TYPE_CHECKING:
-    from edge_agent.llama_draft import LlamaDraftModel
-
-LoadDraft = Callable[[argparse.Namespace, Callable[[str], None]], "LlamaDraftModel"]
-
-
-def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """All but those of the draft model and the common ones."""
-    what = parser.add_argument_group("what is compared")
-    what.add_argument(
-        "--policies",
-        metavar="NAMES",
-        help=f"comma-separated: {', '.join(CONTENDERS)}, or groups: {', '.join(GROUPS)} (all)",
-    )
-    what.add_argument(
-        "--scenarios",
-        metavar="NAMES",
-        help=f"comma-separated: {', '.join(SCENARIOS)} ({', '.join(choices.FULL_SCENARIOS)})",
-    )
-    what.add_argument(
-        "--scenario-file", metavar="FILE", help="JSON list of scenarios of your own, run as well"
-    )
-    what.add_argument(
-        "--wire",
-        choices=WIRES,
-        default=WIRE_IDS,
-        help="ids: what is sent (default); full-probs: emulation, the uplink is charged as if each "
-        "token carried the draft's whole distribution",
-    )
-    what.add_argument("--prompts", metavar="FILE", help='JSONL, {"prompt": T} a line (built in)')
-    what.add_argument("--raw", action="store_true", help="continue the file's prompts as text")
-    what.add_argument(
-        "--prompt-count",
-        type=int,
-        metavar="N",
-        help=f"only the first N prompts ({choices.FULL_PROMPTS})",
-    )
-    what.add_argument("--repeats", type=int, default=1, metavar="N", help="times each (1)")
-    what.add_argument(
-        "--constants", metavar="FILE", help="JSON: {policy: {scenario: {r1, r2, window, ...}}}"
-    )
-    what.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"{choices.QUICK_PROMPTS} prompts of {choices.QUICK_TOKENS} tokens, policies "
-        f"{', '.join(choices.QUICK_POLICIES)}, scenarios {', '.join(choices.QUICK_SCENARIOS)}, "
-        "where nothing else is said",
-    )
-    add_sampling_flags(parser, max_tokens=choices.MAX_TOKENS)
-    models = parser.add_argument_group("target model and devices")
-    models.add_argument("--target", metavar="M", help="directory, hub id or GGUF file")
-    models.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="precision of the target; float32 (default): all texts must be equal",
-    )
-    models.add_argument("--target-threads", type=int, metavar="N", help="CPU threads of the target")
-    models.add_argument(
-        "--gamma-floor-ms", type=float, default=0.0, metavar="MS", help="emulate a slower device"
-    )
-    models.add_argument(
-        "--forward-floor-ms", type=float, default=0.0, metavar="MS", help="emulate a slower target"
-    )
-    models.add_argument(
-        "--verify",
-        choices=(VERIFY_TRIGGERED, VERIFY_EAGER),
-        default=VERIFY_TRIGGERED,
-        help="as in generate",
-    )
-    models.add_argument(
-        "--broker-kind",
-        choices=("auto", "mosquitto", "embedded"),
-        default="auto",
-        help="auto (default): mosquitto where it is installed",
-    )
-    run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--out", metavar="PREFIX", help="write PREFIX.jsonl, .json and .html (pipesd-bench-TIME)"
-    )
-    run.add_argument("--resume", metavar="FILE", help="go on with that .jsonl, with the same flags")
-    run.add_argument(
-        "--report-only", action="store_true", help="with --resume: run nothing, write the reports"
-    )
-    run.add_argument(
-        "--timeout",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds of silence after which a generation has failed (30)",
-    )
-    run.add_argument(
-        "--max-minutes",
-        type=float,
-        metavar="F",
-        help=f"begin nothing after so long ({choices.FULL_MINUTES:g}; "
-        f"quick: {choices.QUICK_MINUTES:g})",
-    )
+__all__ = ["add_bench_flags", "run_bench"]
 
 
 def run_bench(args: argparse.Namespace, load_draft: LoadDraft) -> int:
@@ -142,77 +49,155 @@ def run_bench(args: argparse.Namespace, load_draft: LoadDraft) -> int:
     if args.report_only:
         if not args.resume:
             raise ConfigError("--report-only without --resume FILE: there is nothing to report")
+        if args.record is not None:
+            raise ConfigError("--report-only with --record: recording needs the models: leave one")
         file = ResultsFile.resume(Path(args.resume), None)
         file.close()
         return _publish(args, file, _outputs(args))
     chosen = Choices(args)
     outputs = _outputs(args)
-    environment = _environment()
+    if args.record is not None:
+        taken = [*outputs.values(), *([Path(args.resume)] if args.resume else [])]
+        if Path(args.record).resolve() in [path.resolve() for path in taken]:
+            raise ConfigError(f"--record {args.record} is a file of the results: name another")
+        check_writable(args.record)
+    known = None
     if args.resume:
-        file = ResultsFile.resume(Path(args.resume), chosen.settings)
+        known = _resume(chosen)
+    elif chosen.tunes:
+        check_new(outputs["jsonl"])
+        check_writable(outputs["jsonl"])
+        check_writable(outputs["constants.json"])
     else:
-        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        file = ResultsFile.create(outputs["jsonl"], chosen.settings, environment, started=started)
-    try:
-        complete = _run(chosen, file, load_draft)
-    except Stopped:
-        _publish(args, file, outputs)
-        print(f"stopped: go on with the same flags and --resume {file.path}", file=sys.stderr)
-        raise
-    finally:
-        file.close()
-    code = _publish(args, file, outputs)
+        known = _create(chosen, outputs)
+    progress = Progress(len(chosen.cells))
+    with Machines(chosen, load_draft, progress.note) as machines:
+        file = known or _create(chosen, outputs, _tune(chosen, machines, progress, outputs))
+        with closing(file):
+            try:
+                complete = _run(chosen, file, machines, progress)
+            except Stopped:
+                _publish(args, file, outputs)
+                _how_to_go_on("stopped", file)
+                raise
+            code = _publish(args, file, outputs)
+            if args.record is not None:
+                _record(chosen, file, machines, progress, complete=complete)
     if not complete:
-        print(
-            f"--max-minutes is over: go on with the same flags and --resume {file.path}",
-            file=sys.stderr,
-        )
+        _how_to_go_on("--max-minutes is over", file)
     return code
 
 
-def _run(chosen: Choices, file: ResultsFile, load_draft: LoadDraft) -> bool:
-    """Run what ``file`` lacks; whether nothing is left."""
-    args = chosen.args
-    if all(file.done(cell) for cell in chosen.cells):
-        return True
-    # Imported this late: they bring the MQTT client in.
-    from edge_agent.bench.runner import Plan, Runner, run_all
+def _how_to_go_on(why: str, file: ResultsFile) -> None:
+    print(f"{why}: go on with the same flags and --resume {file.path}", file=sys.stderr)
 
-    progress = Progress(len(chosen.cells))
-    begin = time.monotonic()
-    draft = load_draft(args, progress.note)
-    try:
-        prompts = {prompt.name: encode(prompt, draft, args) for prompt in chosen.prompts}
-        plan = Plan(
-            {one.name: one for one in chosen.contenders},
-            chosen.scenarios,
-            prompts,
-            chosen.constants,
-            chosen.sampling,
-            args.max_tokens,
-            args.verify,
-            args.seed,
-            frozenset([chosen.prompts[0].name]),
-            args.timeout,
-        )
-        target = ["--pair", args.pair] if args.pair else ["--target", args.target]
-        with Runner(
-            plan,
-            draft,
-            broker=chosen.broker,
-            flags=[*target, "--dtype", args.dtype],
-            threads=chosen.target_threads,
-            note=progress.note,
-        ) as runner:
-            spent = time.monotonic() - begin
-            progress.note(
-                f"draft {draft.name}, target {runner.target}, {len(chosen.cells)} generations, "
-                f"ready after {spent:.0f} s"
+
+def _create(
+    chosen: Choices, outputs: Mapping[str, Path], tuning: Mapping[str, Any] | None = None
+) -> ResultsFile:
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return ResultsFile.create(
+        outputs["jsonl"], chosen.settings, _environment(), started=started, tuning=tuning
+    )
+
+
+def _resume(chosen: Choices) -> ResultsFile:
+    """The file of ``--resume``; what was tuned for it counts, and is not tuned again."""
+    path = Path(chosen.args.resume)
+    if chosen.tunes:
+        constants = constants_in(read_header(path), str(path))
+        for policy, by_scenario in chosen.constants.items():
+            constants.setdefault(policy, {}).update(
+                {scenario: dict(values) for scenario, values in by_scenario.items()}
             )
-            return run_all(runner, chosen.cells, file, limit_s=chosen.limit_s, report=progress.cell)
+        chosen.use(constants)
+    return ResultsFile.resume(path, chosen.settings)
+
+
+def _tune(
+    chosen: Choices, machines: Machines, progress: Progress, outputs: Mapping[str, Path]
+) -> dict[str, Any]:
+    """Find constants and use them; an account for the results' header."""
+    wish = chosen.tune
+    assert wish is not None
+    try:
+        prompts = machines.encode(wish.prompts)
+        runner = machines.runner
+        progress.note(f"tuning: {len(prompts)} texts are recorded, then constants tried on them")
+        recording = Recording(machines.pair, prompts, machines.alone, report=progress.step)
+        constants, account = find_constants(
+            list(recording.traces()),
+            [one.name for one in chosen.contenders],
+            list(chosen.scenarios.values()),
+            chosen.constants,
+            wish=wish,
+            verify=chosen.args.verify,
+            seed=chosen.args.seed,
+            report=progress.step,
+        )
+    except Stopped:
+        progress.end()
+        print("stopped while tuning: nothing was compared", file=sys.stderr)
+        raise
     finally:
         progress.end()
-        draft.close()
+    write_json(outputs["constants.json"], constants)
+    progress.note(f"constants: {outputs['constants.json']}")
+    chosen.use(constants)
+    runner.use(constants)
+    return account
+
+
+def _run(chosen: Choices, file: ResultsFile, machines: Machines, progress: Progress) -> bool:
+    """Run what ``file`` lacks; whether nothing is left."""
+    if all(file.done(cell) for cell in chosen.cells):
+        return True
+    try:
+        return run_all(
+            machines.runner, chosen.cells, file, limit_s=chosen.limit_s, report=progress.cell
+        )
+    finally:
+        progress.end()
+
+
+def _record(
+    chosen: Choices,
+    file: ResultsFile,
+    machines: Machines,
+    progress: Progress,
+    *,
+    complete: bool,
+) -> None:
+    """Write the file of ``--record``; of a run that is not ``complete``, what it has texts of."""
+    path, results = chosen.args.record, list(file.results.values())
+    texts = texts_of(results)
+    prompts = {name: ids for name, ids in machines.prompts.items() if complete or name in texts}
+    if not prompts:
+        progress.note("nothing is recorded: no generation has ended")
+        return
+    try:
+        progress.note(f"recording {len(prompts)} texts")
+        recording = Recording(
+            machines.pair,
+            prompts,
+            machines.alone,
+            texts=texts,
+            samples=samples_of(
+                results,
+                chosen.scenarios,
+                {name: len(ids) for name, ids in machines.prompts.items()},
+            ),
+            report=progress.step,
+        )
+        traces = list(recording.traces())
+        replace_file(path, lambda part: write_traces(part, traces))
+    except Stopped:
+        progress.end()
+        _how_to_go_on("stopped while recording", file)
+        raise
+    finally:
+        progress.end()
+    progress.note(f"recorded: {path}")
 
 
 # -- what comes out -------------------------------------------------------------------------------
@@ -224,7 +209,8 @@ def _outputs(args: argparse.Namespace) -> dict[str, Path]:
         prefix = args.resume.removesuffix(".jsonl")
     else:
         prefix = args.out or time.strftime("pipesd-bench-%Y%m%d-%H%M%S")
-    found = {kind: Path(f"{prefix}.{kind}") for kind in ("jsonl", "json", "html")}
+    kinds = ("jsonl", "json", "html", "constants.json")
+    found = {kind: Path(f"{prefix}.{kind}") for kind in kinds}
     for kind in ("json", "html"):
         path = found[kind]
         existed = path.exists()
@@ -296,7 +282,8 @@ def _publish(args: argparse.Namespace, file: ResultsFile, outputs: Mapping[str, 
             for name, one in settings["scenarios"].items()
         }
         busy = load_line(rows, file.header["environment"].get("cores", 1))
-        for line in (*table(rows, labels), *legend(), *texts, *([busy] if busy else [])):
+        tuned = lines_of(file.header)
+        for line in (*table(rows, labels), *legend(), *tuned, *texts, *([busy] if busy else [])):
             print(line)
         print(f"{outputs['html']}, {outputs['json']}, {file.path}", flush=True)
     broken = failures(results)

@@ -12,6 +12,7 @@ from edge_agent.bench.contenders import CONTENDERS, REFERENCE
 from edge_agent.bench.report import cells_of, load_line, remarks
 from edge_agent.bench.summary import Row
 from edge_agent.bench.svg import Bar, bars, gantt
+from edge_agent.bench.tuned import rows_of
 
 _STYLE = """\
 :root{--ink:#1d2733;--soft:#5d6b7a;--line:#dde3ea;--paper:#fff;--system:#1f6fd1;--ablation:#8bb8ee;
@@ -104,6 +105,7 @@ def page(
         mine = [row for row in rows if row.scenario == scenario]
         definition = settings["scenarios"].get(scenario, {})
         parts += _section(scenario, definition, mine, results)
+        parts += _tuned(header, scenario)
     failed = [result for result in results if result.error is not None]
     if failed:
         parts.append("<h2>Failed</h2><ul>")
@@ -198,6 +200,24 @@ def _section(
         ]
     lines += ['<div class="charts">', *_small_charts(label, rows), "</div>"]
     return lines
+
+
+def _tuned(header: Mapping[str, Any], scenario: str) -> list[str]:
+    """The constants that were found for a scenario; nothing in a run without tuning."""
+    rows = "".join(
+        f"<tr><td>{escape(policy)}</td><td>{escape(constants)}</td><td>{tried}</td>"
+        f"<td>{tpt_ms:.1f}</td></tr>"
+        for policy, constants, tried, tpt_ms in rows_of(header, scenario)
+    )
+    if not rows:
+        return []
+    return [
+        "<h3>Constants</h3>",
+        f'<p class="note">The best on {len(header["tuning"]["prompts"])} other texts, by replay.'
+        "</p>",
+        '<div class="scroll"><table><tr><th>policy</th><th>constants</th><th>candidates</th>'
+        f"<th>TPT there, ms</th></tr>{rows}</table></div>",
+    ]
 
 
 def _timelines(scenario: str, rows: Sequence[Row], results: Sequence[Result]) -> dict[str, Any]:

@@ -95,27 +95,29 @@ TUNING = (
 )
 
 
-def read_prompts(path: str, *, chat: bool = True) -> tuple[BenchPrompt, ...]:
+def read_prompts(
+    path: str, *, chat: bool = True, flag: str = "--prompts"
+) -> tuple[BenchPrompt, ...]:
     """A JSONL file, ``{"prompt": TEXT}`` a line; optional: ``id`` (a name), ``chat`` (a boolean).
 
-    ``chat``: what holds for lines that do not say. Empty lines are skipped. Raises ConfigError
-    naming the file and the line.
+    ``chat``: what holds for lines that do not say. ``flag``: the one that named the file. Empty
+    lines are skipped. Raises ConfigError naming the flag, the file and the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or "it is no UTF-8 text"
-        raise ConfigError(f"cannot read --prompts {path}: {cause}") from None
+        raise ConfigError(f"cannot read {flag} {path}: {cause}") from None
     found = [
-        _read_line(line, f"--prompts {path}, line {number}", f"line {number}", chat)
+        _read_line(line, f"{flag} {path}, line {number}", f"line {number}", chat)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
     if not found:
-        raise ConfigError(f'--prompts {path} holds no prompt: write {{"prompt": "..."}} a line')
+        raise ConfigError(f'{flag} {path} holds no prompt: write {{"prompt": "..."}} a line')
     if len(found) > MAX_PROMPTS:
-        raise ConfigError(f"--prompts {path}: {len(found)} of them, above {MAX_PROMPTS}: use fewer")
-    check_names([prompt.name for prompt in found], f"--prompts {path}")
+        raise ConfigError(f"{flag} {path}: {len(found)} of them, above {MAX_PROMPTS}: use fewer")
+    check_names([prompt.name for prompt in found], f"{flag} {path}")
     return tuple(found)
 
 

@@ -52,12 +52,16 @@ class Progress:
         what = f"{result.scenario} {result.policy} {result.prompt}"
         if result.error is not None:
             self.note(f"{what} failed: {result.error}")
+        self.step(done, self._total, f"{what}: {result.tpt_s * 1000.0:.1f} ms a token", left_s)
+
+    def step(self, done: int, total: int, what: str, left_s: float | None) -> None:
+        """``done`` of ``total`` steps are done, ``what`` is the latest."""
         now = time.monotonic()
-        if not self._terminal and now - self._shown_at < _QUIET_S and done < self._total:
+        if not self._terminal and now - self._shown_at < _QUIET_S and done < total:
             return
         self._shown_at = now
         left = "" if left_s is None else f", about {duration(left_s)} left"
-        line = f"[{done}/{self._total}] {what}: {result.tpt_s * 1000.0:.1f} ms a token{left}"
+        line = f"[{done}/{total}] {what}{left}"
         if self._terminal:
             self._stream.write("\r" + line.ljust(self._width))
             self._width = len(line)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from broker.errors import ConfigError, ModelError, PipesdError, TransportError
 from broker.sampling import Sampling
-from edge_agent.bench.cells import Cell, Result, ResultsFile
+from edge_agent.bench.cells import Cell, Result
 from edge_agent.bench.contenders import Constants, Contender
 from edge_agent.bench.link import Scenario
 from edge_agent.bench.stations import Device, Station, steady
@@ -28,6 +27,8 @@ MAX_FLOORS = 4
 MAX_RESTARTS = 5
 #: Tokens written once over each link before anything is measured.
 _WARM_UP = 8
+#: Where ``alone`` runs; no scenario can have that name.
+_BARE = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +49,6 @@ class Plan:
     silence_s: float = 30.0
 
 
-class Pace:
-    """How long cells take, and so what is left."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], list[float]] = defaultdict(list)
-
-    def note(self, cell: Cell, seconds: float) -> None:
-        """``cell`` took that long."""
-        self._seen[cell.policy, cell.scenario].append(seconds)
-
-    def left_s(self, cells: Sequence[Cell]) -> float | None:
-        """Seconds that ``cells`` will take; None before anything is known."""
-        means = {key: sum(times) / len(times) for key, times in self._seen.items()}
-        if not means:
-            return None
-        overall = sum(means.values()) / len(means)
-        return sum(means.get((cell.policy, cell.scenario), overall) for cell in cells)
-
-
 class Runner:
     """Use it as a context manager; then ``run`` cells. ``flags``: of ``cloud-verifier serve``."""
 
@@ -81,6 +63,7 @@ class Runner:
         note: Callable[[str], None],
     ) -> None:
         floors = {scenario.forward_floor_s for scenario in plan.scenarios.values()}
+        self._bare = Scenario("bare", forward_floor_s=min(floors))
         if len(floors) > MAX_FLOORS:
             raise ConfigError(
                 f"{len(floors)} different forward floors, above {MAX_FLOORS}: measure them apart"
@@ -123,14 +106,21 @@ class Runner:
         for station in self._stations.values():
             station.stop()
 
+    def use(self, constants: Constants) -> None:
+        """Run the cells with these constants from now on."""
+        self.plan = replace(self.plan, constants=constants)
+
     # -- devices --------------------------------------------------------------------------------
 
-    def _station(self, scenario: str) -> Station:
-        return self._stations[self.plan.scenarios[scenario].forward_floor_s]
+    def _scenario(self, name: str) -> Scenario:
+        return self._bare if name == _BARE else self.plan.scenarios[name]
+
+    def _station(self, name: str) -> Station:
+        return self._stations[self._scenario(name).forward_floor_s]
 
     def _connect(self, name: str, *, group: int = 0) -> Device:
         """A device in scenario ``name`` that has found its verifier; ``group``: see ``_offset``."""
-        scenario = self.plan.scenarios[name]
+        scenario = self._scenario(name)
         self._made += 1
         device = Device(
             self._station(name),
@@ -158,22 +148,21 @@ class Runner:
             ):
                 pass
 
-    def _device(self, cell: Cell) -> Device:
-        """The device for ``cell``; what has ended is started again."""
-        station = self._station(cell.scenario)
+    def _reach(self, name: str, group: int) -> Device:
+        """The device in scenario ``name``; what has ended is started again."""
+        station = self._station(name)
         if not station.alive:
             if self.restarts >= MAX_RESTARTS:
                 station.check()
             self.restarts += 1
             self._note("the broker or the verifier has ended: starting both again")
-            for name in [n for n in self._devices if self._station(n) is station]:
-                self._drop(name)
+            for other in [n for n in self._devices if self._station(n) is station]:
+                self._drop(other)
             station.start()
-        group = cell.repeat * len(self.plan.prompts) + list(self.plan.prompts).index(cell.prompt)
-        if not steady(self.plan.scenarios[cell.scenario].link):
-            self._drop(cell.scenario)
-        device = self._devices.get(cell.scenario)
-        return device or self._connect(cell.scenario, group=group)
+        if not steady(self._scenario(name).link):
+            self._drop(name)
+        device = self._devices.get(name)
+        return device or self._connect(name, group=group)
 
     # -- cells ----------------------------------------------------------------------------------
 
@@ -187,30 +176,51 @@ class Runner:
             "at_s": at_s,
             "load": os.getloadavg()[0],
         }
+        plan = self.plan
+        group = cell.repeat * len(plan.prompts) + list(plan.prompts).index(cell.prompt)
         try:
-            device = self._device(cell)
-            return self._measure(cell, device, identity)
+            policy = plan.contenders[cell.policy].policy(plan.constants, cell.scenario)
+            device = self._reach(cell.scenario, group)
+            return self._measure(cell, plan.prompts[cell.prompt], policy, device, identity)[0]
         except (TransportError, ModelError) as error:
             # A connection in an unknown state would make the next cell fail for this one.
             self._drop(cell.scenario)
             return Result(**identity, error=_one_line(error))
 
-    def _measure(self, cell: Cell, device: Device, identity: Mapping[str, Any]) -> Result:
+    def alone(self, name: str, prompt: tuple[int, ...], policy: Policy) -> Result:
+        """One generation over a link without emulation, at the full speed of the draft.
+
+        ``name``: of the prompt, whose token ids ``prompt`` has. The least of the forward's floors
+        holds. Raises PipesdError when it fails.
+        """
+        cell = Cell(policy.name, _BARE, name, 0)
+        try:
+            device = self._reach(_BARE, 0)
+            result, problem = self._measure(cell, prompt, policy, device, cell._asdict())
+        except (TransportError, ModelError):
+            self._drop(_BARE)
+            raise
+        if problem is not None:
+            self._station(_BARE).check()
+            raise problem
+        return result
+
+    def _measure(
+        self,
+        cell: Cell,
+        prompt: tuple[int, ...],
+        policy: Policy,
+        device: Device,
+        identity: Mapping[str, Any],
+    ) -> tuple[Result, PipesdError | None]:
         plan = self.plan
-        policy = plan.contenders[cell.policy].policy(plan.constants, cell.scenario)
         request = Request(
-            plan.prompts[cell.prompt],
+            prompt,
             plan.max_tokens,
             # Another seed for each repeat: where it is greedy that changes nothing.
-            Sampling(
-                plan.sampling.temperature,
-                plan.sampling.top_k,
-                plan.sampling.top_p,
-                plan.sampling.min_p,
-                plan.sampling.seed + cell.repeat,
-            ),
+            replace(plan.sampling, seed=plan.sampling.seed + cell.repeat),
             policy,
-            timing=timing(plan.scenarios[cell.scenario], policy, plan.silence_s),
+            timing=timing(self._scenario(cell.scenario), policy, plan.silence_s),
             verify=plan.verify,
         )
         watch = Watch()
@@ -219,27 +229,26 @@ class Runner:
         begin = time.monotonic()
         first = last = begin
         tokens: list[int] = []
-        error: str | None = None
+        problem: PipesdError | None = None
         try:
             for commit in generation:
                 last = time.monotonic()
                 first = last if not tokens else first
                 tokens += commit.tokens
-        except PipesdError as problem:
-            error = _one_line(problem)
+        except PipesdError as error:
+            problem = error
             self._drop(cell.scenario)
-        if generation.draft_error is not None:
-            error = error or _one_line(generation.draft_error)
+        problem = problem or generation.draft_error
         after = device.link.stats()
         timeline: tuple[Span, ...] = ()
-        if cell.prompt in plan.timelines and cell.repeat == 0 and error is None:
+        if cell.prompt in plan.timelines and cell.repeat == 0 and problem is None:
             up, down = device.link.passages_up(), device.link.passages_down()
             timeline = tuple(watch.timeline(begin, up, down))
-        return _result(
+        result = _result(
             generation,
             watch,
             **identity,
-            error=error,
+            error=None if problem is None else _one_line(problem),
             tokens=tuple(tokens),
             ttft_s=first - begin,
             total_s=last - begin,
@@ -247,6 +256,7 @@ class Runner:
             wire_down=after.bytes_down - before.bytes_down,
             timeline=timeline,
         )
+        return result, problem
 
 
 def timing(scenario: Scenario, policy: Policy, silence_s: float) -> Timing:
@@ -311,32 +321,3 @@ def _result(generation: Generation, watch: Watch, **values: Any) -> Result:
         **values,
     }
     return Result(**known)
-
-
-def run_all(
-    runner: Runner,
-    cells: Sequence[Cell],
-    file: ResultsFile,
-    *,
-    limit_s: float,
-    report: Callable[[int, Result, float | None], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> bool:
-    """Run the cells that ``file`` lacks, each result into it; whether all of them were run.
-
-    ``report`` hears how many cells are done, the latest result, and the seconds left. After
-    ``limit_s`` seconds no more cell begins.
-    """
-    begin = clock()
-    pace = Pace()
-    todo = [cell for cell in cells if not file.done(cell)]
-    for number, cell in enumerate(todo):
-        start = clock()
-        if start - begin >= limit_s:
-            return False
-        result = runner.run(cell, start - begin)
-        file.add(result)
-        pace.note(cell, clock() - start)
-        done = len(cells) - len(todo) + number + 1
-        report(done, result, pace.left_s(todo[number + 1 :]))
-    return True

@@ -9,7 +9,8 @@ import pytest
 from broker.errors import ConfigError
 from edge_agent.bench.cells import Cell, ResultsFile, order
 from edge_agent.bench.link import SCENARIOS
-from edge_agent.bench.runner import Pace, run_all, timing
+from edge_agent.bench.runner import timing
+from edge_agent.bench.schedule import Pace, run_all
 from edge_agent.core.policies import find_policy
 from edge_agent.core.timing import Timing
 from tests.edge_agent.bench_results import TIMELINE, result, settings
