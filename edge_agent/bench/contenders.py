@@ -33,8 +33,8 @@ GROUPS = {
 Constants = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 _THRESHOLDS = ("r1", "r2", "window")
-_CONSTANTS = (*_THRESHOLDS, "min_survival", "max_ahead")
-_WHOLE = ("window", "max_ahead")
+_CONSTANTS = (*_THRESHOLDS, "min_survival", "max_ahead", "ask_again")
+_WHOLE = ("window", "max_ahead", "ask_again")
 
 
 @dataclass(frozen=True, slots=True)

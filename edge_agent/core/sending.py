@@ -18,7 +18,7 @@ SLACK = 5e-4
 MAX_FEED = 2
 #: Tokens that the edge drafts after a verdict before it asks again, roughly: the time until then,
 #: beside that of the way, for which the target would idle.
-TOKENS_TO_ASK = 3
+TOKENS_TO_ASK = 2
 #: Forwards that the estimate of their duration is taken from.
 FORWARDS = 16
 #: Batches whose verdict may still come; as many are remembered of probes.

@@ -222,7 +222,7 @@ class EdgeSession:
             return
         self._window.append(token, confidence)
         self.sending.drafted(len(effect.feed), seconds)
-        hold = self._asked is not None and not self.policy.ask_again
+        hold = self._asked is not None and self._window.unsent < self.policy.ask_again
         self._fire(self.trigger.observe(confidence, hold=hold), now)
 
     def _fire(self, rule: str | None, now: float) -> None:

@@ -66,8 +66,13 @@ class DraftWindow:
         return math.prod(self._confidences)
 
     @property
+    def unsent(self) -> int:
+        """Drafted tokens that the verifier was not sent."""
+        return self.position - max(self._sent, len(self.committed))
+
+    @property
     def has_unsent(self) -> bool:
-        return self.position > max(self._sent, len(self.committed))
+        return self.unsent > 0
 
     # -- drafting -------------------------------------------------------------------------------
 

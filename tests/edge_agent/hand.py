@@ -61,7 +61,7 @@ class Hand:
         self.now = 100.0
         self.limit = limit
         # Each drafted token is to be seen as soon as it may go out.
-        policy = policy or Policy("pipesd", thresholds, sending=SEND_AT_ONCE)
+        policy = policy or Policy("pipesd", thresholds, sending=SEND_AT_ONCE, ask_again=1)
         self.session = EdgeSession(
             config(**changes), None, timing, self.now, policy=policy, estimates=estimates
         )

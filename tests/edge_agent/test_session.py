@@ -87,8 +87,8 @@ def test_eager_sends_what_it_drafts_while_it_waits() -> None:
     assert hand.batch() == DraftBatch(1, 1, 1, (2,))
 
 
-def test_one_request_at_a_time_where_the_policy_says_so() -> None:
-    policy = Policy("x", OFTEN, sending=SEND_HELD, ask_again=False)
+def test_a_further_request_carries_as_much_as_the_policy_says() -> None:
+    policy = Policy("x", OFTEN, sending=SEND_HELD, ask_again=3)
     hand = opened(policy=policy)
     hand.draft(1, confidence=0.1)
     assert hand.batch().tokens == (1,)
@@ -97,6 +97,11 @@ def test_one_request_at_a_time_where_the_policy_says_so() -> None:
     assert hand.sent() == []
     hand.verdict(0, [1, 2], accepted=1)
     assert hand.batch() == DraftBatch(1, 1, 2, (3,), None, True), "it asks once that is answered"
+    hand.draft(4, confidence=0.1)
+    hand.draft(5)
+    assert hand.sent() == []
+    hand.draft(6)
+    assert hand.batch() == DraftBatch(1, 1, 3, (4, 5, 6), None, True), "or when it has so much"
 
 
 def test_ahead_lets_the_target_write_on_after_each_request() -> None:

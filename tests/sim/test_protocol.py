@@ -60,7 +60,7 @@ def at_once() -> Policy:
 #: The policies that leave the judgement to a verifier, pipesd aside (None: the thresholds below).
 def once() -> Policy:
     """EdgeLLM that has one request at a time."""
-    return replace(edgellm(), ask_again=False)
+    return replace(edgellm(), ask_again=512)
 
 
 JUDGING = (vanilla, hsl, edgellm, cloud, at_once, once)
