@@ -308,7 +308,7 @@ def run_fleet(args: argparse.Namespace) -> int:
 
 
 def _habits(chosen: FleetChoices, texts: list[Trace], status: VerifierStatus) -> Any:
-    from edge_agent.bench.fleet_device import Habits
+    from edge_agent.bench.fleet_habits import Habits
 
     args = chosen.args
     return Habits(

@@ -11,14 +11,13 @@ import math
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeAlias
 
 from broker.clock import Clock
 from broker.codec import decode, encode
 from broker.errors import PipesdError, RemoteProtocolError, TransportError
 from broker.messages import (
-    VERIFY_TRIGGERED,
     Accepted,
     Close,
     DraftBatch,
@@ -35,12 +34,11 @@ from broker.topics import (
     up_topic,
 )
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport
+from edge_agent.bench.fleet_habits import Habits
 from edge_agent.bench.fleet_stats import Tally
 from edge_agent.bench.fleet_texts import RecordedDraft
-from edge_agent.bench.traces import Trace
 from edge_agent.core.config import SessionConfig
 from edge_agent.core.effects import Commit, DraftNext, Finished
-from edge_agent.core.policies import Policy
 from edge_agent.core.sending import Estimates
 from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
@@ -73,24 +71,7 @@ _SUMMED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """What all devices of a fleet do. Times in seconds.
-
-    ``texts``: one is drawn for each generation. ``think_s``: mean pause between two generations.
-    ``generations``: of each device, None: until ``until`` on the clock, when none begins any more.
-    ``patience_s``: silence or refusals after which a generation has failed.
-    """
-
-    texts: Sequence[Trace]
-    policy: Policy
-    vocab_hash: str
-    verify: str = VERIFY_TRIGGERED
-    think_s: float = 0.0
-    generations: int | None = None
-    until: float = math.inf
-    patience_s: float = 300.0
-    seed: int = 0
+_News: TypeAlias = VerifierMessage | ConnectionEvent | str
 
 
 class FleetDevice:
@@ -115,6 +96,7 @@ class FleetDevice:
         self.wake_at = math.inf
         self.done = False
         self.begun = 0
+        self.unanswered: str | None = None  # session that was cut while it was being opened
         self._habits = habits
         self._tally = tally
         self._clock = clock
@@ -130,7 +112,7 @@ class FleetDevice:
         self._session = ""
         self._begin = self._first = 0.0
         self._tokens: list[int] = []
-        self._inbox: deque[VerifierMessage | ConnectionEvent | str] = deque()
+        self._inbox: deque[tuple[_News, float]] = deque()  # and when it came
         self._drafting: tuple[float, DraftNext, tuple[int, float, float]] | None = None
         self._asked_at: float | None = None
 
@@ -172,9 +154,16 @@ class FleetDevice:
     def cut(self, reason: str | None) -> None:
         """End what runs and begin nothing more; ``reason``: why its text is missing, None: asked.
 
-        The transport is left to the caller.
+        The transport is left to the caller, who carries on for as long as a session is
+        ``unanswered``: a verifier that takes it on now is told that nobody wants it.
         """
+        # What arrived while a token was drafted counts: a verifier that took the session on, or
+        # the end of the text.
+        self._drafting = None
+        self._turn(self._clock.now())
         if self._core is not None:
+            if self._core.state is State.OPENING and self._core.attach:
+                self.unanswered = self._session
             self._core.cancel()
             self._publish(self._core, self._clock.now())
             if reason is None:
@@ -242,7 +231,7 @@ class FleetDevice:
             return
         if self._drafting is None:
             while self._inbox:
-                self._hear(core, self._inbox.popleft(), now)
+                self._hear(core, *self._inbox.popleft(), now)
             core.handle_timer(now)
             while True:
                 self._publish(core, now)
@@ -325,9 +314,7 @@ class FleetDevice:
                     core.fail(error)
                 return
 
-    def _hear(
-        self, core: EdgeSession, what: VerifierMessage | ConnectionEvent | str, now: float
-    ) -> None:
+    def _hear(self, core: EdgeSession, what: _News, heard_at: float, now: float) -> None:
         if isinstance(what, str):
             core.verifier_gone(what, now)
         elif isinstance(what, ConnectionEvent):
@@ -337,21 +324,22 @@ class FleetDevice:
                 core.set_connected(what.state is ConnectionState.CONNECTED, now)
         else:
             before = len(core.committed)
-            core.receive(what, now)
+            core.receive(what, now, heard_at)
             if isinstance(what, Verdict) and len(core.committed) > before:
                 if self._asked_at is not None:
                     self._tally.rounds.add(now - self._asked_at)
                 self._asked_at = now if core.awaiting else None
 
-    def _note(self, what: VerifierMessage | ConnectionEvent | str) -> None:
+    def _note(self, what: _News) -> None:
         """Something for the running generation; heard at once unless a token is being drafted."""
         room = 2 * MAX_INBOX if isinstance(what, ConnectionEvent) else MAX_INBOX
         if len(self._inbox) >= room:
             self._tally.counts["inbox_full"] += 1
             return
-        self._inbox.append(what)
+        now = self._clock.now()
+        self._inbox.append((what, now))
         if self._drafting is None:
-            self._turn(self._clock.now())
+            self._turn(now)
 
     def _on_event(self, event: ConnectionEvent) -> None:
         if event.state is ConnectionState.CONNECTED:
@@ -380,6 +368,8 @@ class FleetDevice:
         except RemoteProtocolError:
             self._tally.counts["rejected"] += 1
             return
+        if session == self.unanswered:
+            self.unanswered = None
         if self._core is not None and session == self._session:
             self._note(decoded)
         elif isinstance(decoded, Accepted):

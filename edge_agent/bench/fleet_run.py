@@ -14,10 +14,18 @@ from multiprocessing.connection import Connection, wait
 from broker.command import Stopped
 from broker.errors import PipesdError
 from broker.mqtt_settings import MqttSettings
-from edge_agent.bench.fleet_device import Habits
+from edge_agent.bench.fleet_habits import Habits
 from edge_agent.bench.fleet_loop import spread
 from edge_agent.bench.fleet_stats import Tally
-from edge_agent.bench.fleet_worker import LEAVE_S, REPORT_S, STOP, Progress, WorkerPlan, work
+from edge_agent.bench.fleet_worker import (
+    ANSWER_S,
+    LEAVE_S,
+    REPORT_S,
+    STOP,
+    Progress,
+    WorkerPlan,
+    work,
+)
 
 #: Seconds that the processes have to come up before the first device connects.
 _COME_UP_S = 2.0
@@ -136,7 +144,7 @@ class FleetRun:
                 self._sample()
             except Stopped:
                 outcome.stopped = True
-                give_up = time.monotonic() + LEAVE_S + _PATIENCE_S
+                give_up = time.monotonic() + ANSWER_S + LEAVE_S + _PATIENCE_S
                 for pipe in open_pipes:
                     pipe.send(STOP)
         for pipe in open_pipes:  # silent after a stop: count what is known of them

@@ -15,7 +15,8 @@ from broker.clock import Clock, MonotonicClock
 from broker.mqtt_fleet import FleetNetwork
 from broker.mqtt_settings import MqttSettings
 from broker.transport import Will
-from edge_agent.bench.fleet_device import FleetDevice, Habits
+from edge_agent.bench.fleet_device import FleetDevice
+from edge_agent.bench.fleet_habits import Habits
 from edge_agent.bench.fleet_loop import FleetLoop
 from edge_agent.bench.fleet_stats import Tally
 from edge_agent.runtime import device_will
@@ -24,6 +25,8 @@ from edge_agent.runtime import device_will
 STOP = "stop"
 #: Seconds between two reports to the parent.
 REPORT_S = 0.5
+#: Seconds for which a process waits for a verifier's answer to sessions that were cut.
+ANSWER_S = 3.0
 #: Seconds in which the devices of a process say goodbye.
 LEAVE_S = 10.0
 NOT_IN_TIME = "it did not get to its end in time: give it longer with --drain, or fewer devices"
@@ -155,6 +158,9 @@ class FleetProcess:
         for device in self.devices:
             if not device.done:
                 device.cut(reason)
+        until = self._clock.now() + ANSWER_S
+        while self._clock.now() < until and any(device.unanswered for device in self.devices):
+            self._loop.turn(0.05)
 
 
 def _will(name: str) -> Will:
