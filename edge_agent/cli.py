@@ -51,6 +51,7 @@ DRAFT_QUANTS = ("q2_k", "q3_k_m", SOURCE_QUANT)
 
 def build_parser() -> argparse.ArgumentParser:
     from edge_agent.bench.command import add_bench_flags
+    from edge_agent.bench.fleet_command import add_fleet_flags
 
     parser = Parser(
         prog=PROGRAM, description="Draft on this device, let a big model in the cloud decide."
@@ -109,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_bench_flags(bench)
     _add_draft_flags(bench)
+    add_fleet_flags(bench)
     _add_common(bench)
     return parser
 
@@ -321,6 +323,10 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
+    if args.fleet is not None:
+        from edge_agent.bench.fleet_command import run_fleet
+
+        return run_fleet(args)
     from edge_agent.bench.command import run_bench
 
     check_draft_flags(args)
