@@ -17,7 +17,7 @@ from broker.messages import (
 )
 from broker.topics import check_id, open_topic, parse_session_topic, up_topic
 from broker.transport import Message
-from edge_agent.core.session import Outgoing
+from edge_agent.core.uplink import Outgoing
 
 
 class Publication(NamedTuple):

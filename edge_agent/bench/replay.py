@@ -45,8 +45,9 @@ from edge_agent.core.config import DEFAULT_VERIFY, LOCAL_FORBID, LOCAL_ONLY, Ses
 from edge_agent.core.effects import Commit, DraftNext
 from edge_agent.core.policies import Policy
 from edge_agent.core.sending import Estimates
-from edge_agent.core.session import EdgeSession, Outgoing
+from edge_agent.core.session import EdgeSession
 from edge_agent.core.timing import Timing
+from edge_agent.core.uplink import Outgoing
 from edge_agent.wire import publication
 
 #: Events per token after which a replay counts as endless.

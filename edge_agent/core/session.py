@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import NamedTuple
 
 from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError
 from broker.errors import Refused as RefusedError
@@ -25,13 +24,11 @@ from broker.messages import (
     CLOSED_TOKEN,
     FINISH_LENGTH,
     FINISH_STOP,
-    VERIFY_EAGER,
     VERIFY_MODES,
     VERIFY_TRIGGERED,
     Accepted,
     Close,
     Closed,
-    EdgeMessage,
     Refused,
     Resync,
     SessionOpen,
@@ -42,8 +39,6 @@ from edge_agent.core.attachment import Attachment, Next, refused_error
 from edge_agent.core.config import (
     LOCAL_FORBID,
     LOCAL_ONLY,
-    VERIFY_AHEAD,
-    VERIFY_AUTO,
     SessionConfig,
 )
 from edge_agent.core.effects import (
@@ -56,10 +51,11 @@ from edge_agent.core.effects import (
     Effect,
     Finished,
 )
-from edge_agent.core.policies import SEND_PLANNED, Policy
+from edge_agent.core.policies import Policy
 from edge_agent.core.sending import Estimates, Sending
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds, Trigger
+from edge_agent.core.uplink import Outgoing, Uplink
 from edge_agent.core.window import APPLIED, DUPLICATE, GAP, DraftWindow
 
 #: Seconds by which a timer may be late before the driver counts as having been away.
@@ -71,13 +67,6 @@ class State(enum.Enum):
     ACTIVE = "active"
     LOCAL = "local"
     DONE = "done"
-
-
-class Outgoing(NamedTuple):
-    """A message and the verifier that it is for; None: any (the ``open`` topic)."""
-
-    verifier: str | None
-    message: EdgeMessage
 
 
 class EdgeSession:
@@ -105,13 +94,16 @@ class EdgeSession:
         self._at = Attachment(self.timing, now)
         self._limit = config.max_tokens
         self._verify = self.policy.verify or config.verify
-        self._going_on = False  # the latest request let the target write on
         self._draft_broken = False
-        self._asked: int | None = None  # judge up to here: the outstanding NAV request
-        self._asked_at = 0.0
-        self._clean_sample = False  # the outstanding request was neither repeated nor joined
-        self._resync_at: tuple[int, float] = (-1, 0.0)
-        self._outbox: deque[Outgoing] = deque()
+        self._up = Uplink(
+            self.policy,
+            self._verify,
+            window=self._window,
+            sending=self.sending,
+            attachment=self._at,
+            stats=self.stats,
+            pad_token=config.vocab_size - 1,  # its id is as long as any
+        )
         self._effects: deque[Commit | Finished] = deque()
         if self._state is State.LOCAL:
             self._check_alone()
@@ -139,7 +131,7 @@ class EdgeSession:
     @property
     def awaiting(self) -> bool:
         """Whether a verification has been asked for and not been answered."""
-        return self._asked is not None
+        return self._up.asked is not None
 
     @property
     def _waiting(self) -> bool:
@@ -158,15 +150,13 @@ class EdgeSession:
         if self._waiting:
             times.append(self._at.offline_at)
         if self._state is State.ACTIVE and self.awaiting:
-            times.append(self._asked_at + self.timing.stuck_after)
+            times.append(self._up.asked_at + self.timing.stuck_after)
         return min(times, default=None)
 
     def messages_to_send(self, now: float) -> list[Outgoing]:
         """Everything that is to be published now, in order; each exactly once."""
         self._pump(now)
-        messages = list(self._outbox)
-        self._outbox.clear()
-        return messages
+        return self._up.take()
 
     def next_effect(self) -> Effect | None:
         """The next thing to do, or None. A DraftNext stays outstanding until it is answered."""
@@ -193,8 +183,8 @@ class EdgeSession:
         self._at.connected = True
         # Whatever was on the old connection is gone: ask at once instead of waiting for a timer.
         if self._state is State.ACTIVE:
-            if self._asked is not None:
-                self._repeat(now)
+            if self.awaiting:
+                self._up.repeat(now, self._limit)
         elif self.config.local != LOCAL_ONLY:
             self._open(now)
 
@@ -222,8 +212,7 @@ class EdgeSession:
             return
         self._window.append(token, confidence)
         self.sending.drafted(len(effect.feed), seconds)
-        hold = self._asked is not None and self._window.unsent < self.policy.ask_again
-        self._fire(self.trigger.observe(confidence, hold=hold), now)
+        self._fire(self.trigger.observe(confidence, hold=not self._up.may_ask), now)
 
     def _fire(self, rule: str | None, now: float) -> None:
         if rule is not None and self._state is State.ACTIVE:
@@ -271,7 +260,7 @@ class EdgeSession:
         if self._waiting and now >= self._at.offline_at:
             self._give_up(now)
             return
-        if self.awaiting and now >= self._asked_at + self.timing.stuck_after:
+        if self.awaiting and now >= self._up.asked_at + self.timing.stuck_after:
             self.stats.stuck += 1
             self._reopen(now)
             return
@@ -284,7 +273,7 @@ class EdgeSession:
             self._reopen(now)
         else:
             self._at.response.back_off()
-            self._repeat(now)
+            self._up.repeat(now, self._limit)
 
     def _returned(self, now: float) -> bool:
         """The driver was away (a stopped process, a long model call): whether to ask again now.
@@ -292,9 +281,7 @@ class EdgeSession:
         Nobody listened meanwhile, so that silence says nothing about the cloud.
         """
         self._at.begin_wait(now)
-        self._asked_at = now
-        self._clean_sample = False
-        self.sending.doubtful()
+        self._up.driver_returned(now)
         return self._at.connected and self._at.deadline is not None and now >= self._at.deadline
 
     def receive(self, message: VerifierMessage, now: float, heard_at: float | None = None) -> None:
@@ -339,14 +326,14 @@ class EdgeSession:
                 vocab_hash=self.config.vocab_hash,
                 verify=self._verify if self._verify in VERIFY_MODES else VERIFY_TRIGGERED,
             )
-            self._outbox.append(Outgoing(None, message))
+            self._up.put(message, None)
 
     def _reopen(self, now: float) -> None:
         """Attach to whichever replica answers; drafts stay, they are as good as before."""
         if not self._waiting:
             self._at.begin_wait(now)
         self.stats.reopens += 1
-        self._asked = None
+        self._up.asked = None
         self._state = State.OPENING
         step = self._at.lost(now)
         if step is Next.GIVE_UP:
@@ -359,7 +346,7 @@ class EdgeSession:
             if message.verifier != self.verifier:
                 # Two replicas may answer a repeated open; the first has the session.
                 self.stats.unexpected += 1
-                self._outbox.append(Outgoing(message.verifier, Close(self.attach)))
+                self._up.put(Close(self.attach), message.verifier)
             return
         self._state = State.ACTIVE
         self._at.accepted(message.verifier, now)
@@ -399,7 +386,7 @@ class EdgeSession:
 
     def _go_local(self, now: float) -> None:
         self._at.detach()
-        self._asked = None
+        self._up.asked = None
         self._state = State.LOCAL
         for token in self._window.clear_draft():
             self._commit_local(token)
@@ -419,7 +406,7 @@ class EdgeSession:
         if outcome.kind != APPLIED:
             if outcome.kind == GAP:
                 self.stats.gaps += 1
-                self._send_resync(now, only_once=True)
+                self._up.send_resync(now, only_once=True)
             elif outcome.kind == DUPLICATE:
                 self.stats.duplicates += 1
             else:
@@ -430,8 +417,7 @@ class EdgeSession:
         if outcome.lost is not None:
             self.stats.rolled_back += outcome.lost
             self.sending.rolled_back()
-            self._asked = None
-            self._at.deadline = None
+            self._up.drop_request()
             self.trigger.reset()
         accepted, own = outcome.accepted, len(outcome.fresh) - outcome.accepted
         self.stats.count_verdict(verdict, accepted, own)
@@ -445,15 +431,12 @@ class EdgeSession:
         judged = (verdict.epoch, verdict.start + verdict.judged)
         hold, forward = verdict.hold_ms / 1000.0, verdict.forward_ms / 1000.0
         self.sending.judged(judged, heard_at, hold, forward)
-        if self._asked is not None and end > self._asked:
-            if self._clean_sample:
-                self._at.response.sample(now - self._asked_at)
-            self._asked = None
-            self._at.deadline = None
+        asked = self._up.asked
+        if asked is not None and end > asked:
+            self._up.answered(now)
             self._fire(self.trigger.release(), now)
-        elif self._asked is not None:
-            self._asked_at = now
-            self._at.expect_answer(now)
+        elif asked is not None:
+            self._up.answered_in_part(now)
 
     def _on_resync(self, message: Resync, now: float, heard_at: float) -> None:
         """The verifier lacks something of the draft, or lacks nothing and says that it lives."""
@@ -466,10 +449,10 @@ class EdgeSession:
             return  # it was sent before a verdict that has arrived since
         else:
             self._window.resend_from(message.have)
-        if self._asked is not None and self._window.has_unsent:
+        if self.awaiting and self._window.has_unsent:
             # Something was lost, so the long waits of a busy verifier are out of place.
             self._at.response.answered()
-            self._repeat_draft(now)
+            self._up.repeat_draft(now, self._limit)
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -477,88 +460,18 @@ class EdgeSession:
         """Send what is drafted; ask where nothing else would ever bring a verdict."""
         if self._state is not State.ACTIVE or not self._at.connected:
             return
-        if self._asked is None and not self._window.drafting and not self._may_draft():
+        if not self.awaiting and not self._window.drafting and not self._may_draft():
             self.stats.count_trigger("end")
             self._ask(now)
-        elif self._window.has_unsent and self.sending.due() and not self._holds_back:
-            self._send_draft(now, verify=False)
-
-    @property
-    def _holds_back(self) -> bool:
-        """While a verdict is awaited there is no hurry, unless a plan says when to send.
-
-        Nobody looks at what was not asked for, and a verdict that drops it saves the bytes.
-        """
-        if self._asked is None or self._verify == VERIFY_EAGER:
-            return False
-        return self.policy.sending != SEND_PLANNED
+        else:
+            self._up.send_unasked(now)
 
     def _ask(self, now: float) -> None:
-        """NAV trigger: everything unsent goes out in one batch (paper, rule 1)."""
         if self._state is not State.ACTIVE:
             return
-        self._clean_sample = self._asked is None
-        if self._asked is None:
-            self._asked_at = now
-            if not self._waiting:
-                self._at.begin_wait(now)
-            self._at.expect_answer(now)
-        self.sending.asked()
-        self._send_request(now)
-        for size in self.sending.probes(now):
-            self._send_probe(now, size)
-
-    def _send_draft(self, now: float, *, verify: bool) -> None:
-        if verify:
-            self._going_on = self._verify == VERIFY_AHEAD or (
-                self._verify == VERIFY_AUTO and self.sending.target_idles
-            )
-        batch = self._window.take_batch(self.attach, verify=verify, go_on=verify and self._going_on)
-        if batch is not None:
-            size = len(batch.tokens)
-            self.sending.sent(now, size, (batch.epoch, batch.base + size))
-            self._outbox.append(Outgoing(self.verifier, batch))
-
-    def _repeat(self, now: float) -> None:
-        """No verdict came: repeat the request, and ask for verdicts that may have been lost.
-
-        The draft goes first, so that the verifier's answer to Resync already counts it.
-        """
-        self._window.resend_from(0)
-        self._repeat_draft(now)
-        self._send_resync(now)
-
-    def _repeat_draft(self, now: float) -> None:
-        self._clean_sample = False
-        self.sending.doubtful()
-        self._send_request(now)
-
-    def _send_request(self, now: float) -> None:
-        # A stream is asked for once, up to the end of the text.
-        self._asked = self._limit if self.policy.stream else self._window.position
-        self._send_draft(now, verify=True)
-
-    def _send_resync(self, now: float, *, only_once: bool = False) -> None:
-        have = len(self.committed)
-        if only_once and self._resync_at[0] == have and now < self._resync_at[1]:
-            return
-        self._resync_at = (have, now + self._at.response.timeout)
-        self._clean_sample = False
-        self.sending.doubtful()
-        self.stats.resyncs += 1
-        if self._asked is not None:
-            self._at.expect_answer(now)
-        self.sending.sent(now, 0)
-        message = Resync(self.attach, self._window.epoch, have)
-        self._outbox.append(Outgoing(self.verifier, message))
-
-    def _send_probe(self, now: float, size: int) -> None:
-        """While the link has nothing else to do: a verdict is being waited for."""
-        number = self.sending.probe_sent(now, size)
-        padding = (self.config.vocab_size - 1,) * size  # as large as drafts can be
-        have = len(self.committed)
-        message = Resync(self.attach, self._window.epoch, have, number, padding)
-        self._outbox.append(Outgoing(self.verifier, message))
+        if not self.awaiting and not self._waiting:
+            self._at.begin_wait(now)
+        self._up.ask(now, self._limit)
 
     # -- drafting and the end -------------------------------------------------------------------
 
@@ -566,7 +479,7 @@ class EdgeSession:
         window = self._window
         if self._state is State.DONE or self._draft_broken or self.policy.stream:
             return False
-        if self._asked is not None and not self.policy.proactive:
+        if self.awaiting and not self.policy.proactive:
             return False
         # The last token of all is the target's own, whatever is drafted there.
         last = self._limit if self._state is State.LOCAL else self._limit - 1
@@ -574,9 +487,8 @@ class EdgeSession:
             return False
         if window.length > self.config.context:
             return False
-        if (
-            self._asked is not None or self._going_on
-        ) and window.survival < self.config.min_survival:
+        coming = self.awaiting or self._up.going_on
+        if coming and window.survival < self.config.min_survival:
             return False  # a verdict is on its way that will most likely drop it
         return not (window.draft and window.draft[-1] in self.config.eos_ids)
 
@@ -614,9 +526,8 @@ class EdgeSession:
         if self._state is State.DONE:
             raise LocalProtocolError("a session ends once")
         if self._state is State.ACTIVE:
-            self._outbox.append(Outgoing(self.verifier, Close(self.attach)))
+            self._up.put(Close(self.attach), self.verifier)
         self._state = State.DONE
         self.finish = reason
-        self._asked = None
-        self._at.deadline = None
+        self._up.drop_request()
         self._effects.append(Finished(reason, error))

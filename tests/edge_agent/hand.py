@@ -19,9 +19,10 @@ from edge_agent.core.config import SessionConfig
 from edge_agent.core.effects import Commit, DraftNext, Finished
 from edge_agent.core.policies import SEND_AT_ONCE, Policy
 from edge_agent.core.sending import Estimates
-from edge_agent.core.session import EdgeSession, Outgoing, State
+from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
+from edge_agent.core.uplink import Outgoing
 
 PROMPT = (11, 12, 13)
 EOS = 0

@@ -25,7 +25,7 @@ from broker.messages import (
 )
 from broker.sampling import Sampling
 from broker.transport import Message
-from edge_agent.core.session import Outgoing
+from edge_agent.core.uplink import Outgoing
 from edge_agent.wire import Arrival, Publication, arrival, publication
 from tests.broker.message_strategies import messages
 
