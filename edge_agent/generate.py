@@ -10,6 +10,7 @@ from typing import Protocol
 
 from broker.messages import FINISH_STOP
 from edge_agent.core.effects import SOURCE_TARGET, Commit, EdgeStats
+from edge_agent.core.sending import Learnt, Sending
 from edge_agent.generation import Traffic
 from edge_agent.text import Detokenizer, StopMatcher
 
@@ -32,6 +33,8 @@ class Running(Protocol):
     @property
     def traffic(self) -> Traffic: ...
     @property
+    def sending(self) -> Sending: ...
+    @property
     def verified(self) -> bool: ...
 
 
@@ -50,6 +53,7 @@ class Summary:
     ``ttft_ms``: from the request to the first committed token. ``tpt_ms``: from the request to the
     last one, per token (the paper's TPT). ``forwards``: verdicts, each one forward of the target.
     ``uplink_bytes`` and ``downlink_bytes``: MQTT payloads. ``mode``: cloud, local, or mixed.
+    ``link``: what was learnt of the link and of both models; not part of ``--json``.
     """
 
     text: str
@@ -66,9 +70,12 @@ class Summary:
     uplink_messages: int
     mode: str
     verified: bool
+    link: Learnt
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        values = asdict(self)
+        del values["link"]
+        return values
 
 
 class TextStream:
@@ -146,4 +153,5 @@ class TextStream:
             uplink_messages=traffic.uplink_messages,
             mode=mode,
             verified=verified,
+            link=generation.sending.learnt,
         )

@@ -21,7 +21,7 @@ from broker.transport import ConnectionEvent, ConnectionState
 from edge_agent.core.config import DEFAULT_VERIFY, LOCAL_FORBID, LOCAL_ONLY, SessionConfig
 from edge_agent.core.effects import Commit, DraftNext, EdgeStats, Finished
 from edge_agent.core.policies import Policy, pipesd
-from edge_agent.core.sending import Estimates
+from edge_agent.core.sending import Estimates, Sending
 from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
@@ -155,6 +155,11 @@ class Generation:
     def verifier(self) -> str | None:
         return self._core.verifier
 
+    @property
+    def sending(self) -> Sending:
+        """What decides when drafts go out."""
+        return self._core.sending
+
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """Take other thresholds from the next drafted token on."""
         self._core.trigger.thresholds = thresholds
@@ -239,7 +244,7 @@ class Generation:
                         "position": effect.position,
                         "token": token,
                         "confidence": confidence,
-                        "awaiting": core.awaiting,
+                        "awaiting": core.expecting,
                     }
                     self._observer("draft", begin, now, details)
                 core.drafted(effect, token, confidence, now, now - begin)

@@ -3,7 +3,7 @@
 An observer is called by the thread that iterates over the generation, so it must be quick. It
 hears a name, begin and end in the clock's seconds, and details:
 
-``draft``     a token was drafted: position, token, confidence, awaiting (a verdict was awaited)
+``draft``     a token was drafted: position, token, confidence, awaiting (a verdict was to come)
 ``sent``      a message was published: kind, tokens, verify, bytes (of payload)
 ``verdict``   one was taken in: start, tokens, accepted, judged, hold_ms, forward_ms, and what it
               did here: committed, lost (tokens)

@@ -10,6 +10,8 @@ from contextlib import closing
 from typing import Any
 
 from edge_agent.core.effects import SOURCE_ACCEPTED, SOURCE_LOCAL
+from edge_agent.core.pipeline import PIPELINED
+from edge_agent.core.sending import Learnt
 from edge_agent.generate import Pieces, Running, Summary, TextStream
 
 _COLOURS = {SOURCE_ACCEPTED: "\x1b[32m", SOURCE_LOCAL: "\x1b[33m"}
@@ -96,6 +98,8 @@ def lines(
         ("forwards", f"{summary.forwards / count:.2f} of the target per token"),
         ("uplink", f"{summary.uplink_bytes / count:.1f} bytes per token"),
     ]
+    if summary.link.known:
+        rows.append(("link", _link(summary.link)))
     if alone is not None:
         total = alone["tpt_ms"] * alone["tokens"] / 1000.0
         equal = "the same text" if alone["token_ids"] == summary.token_ids else "ANOTHER text"
@@ -111,6 +115,14 @@ def lines(
             )
         )
     return ["", *(f"{name:>13}  {value}" for name, value in rows)]
+
+
+def _link(link: Learnt) -> str:
+    costs = f"{1000.0 * link.alpha:.1f} ms there and back"
+    if link.model == PIPELINED:
+        costs += f", busy for {1000.0 * link.occupancy:.1f} ms of it"
+    plan = "one message" if link.messages == 1 else f"{link.messages} messages"
+    return f"{costs} ({link.model} cost model); {link.window} tokens go up in {plan}"
 
 
 def _mode(summary: Summary) -> str:

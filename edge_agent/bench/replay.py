@@ -295,7 +295,7 @@ class _Replay:
         assert self.drafting is not None
         (_, effect, (token, confidence, seconds)), self.drafting = self.drafting, None
         before = self.session.stats.drafted
-        awaited = self.session.awaiting
+        awaited = self.session.expecting
         self.session.drafted(effect, token, confidence, self.now, seconds)
         if self.session.stats.drafted > before and not self.policy.local:
             self.ahead.append(awaited)

@@ -26,6 +26,29 @@ MAX_TICKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a session knows of its link and its models at the end, for reports. Times in seconds.
+
+    ``model``: the cost model in force, "serial" (the paper's) or "pipelined"; ``known``: whether
+    the link was measured at all. ``messages``: of which the plan makes a window of ``window``
+    tokens. ``replans``, ``probes``, ``shifts`` (to another link): counts.
+    """
+
+    model: str
+    known: bool
+    alpha: float
+    occupancy: float
+    beta: float
+    gamma: float
+    forward: float
+    window: int
+    messages: int
+    replans: int
+    probes: int
+    shifts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Estimates:
     """What one session leaves to the next on the same device. Times in seconds.
 
@@ -68,9 +91,23 @@ class Sending:
         return self._planner.replans
 
     @property
-    def messages_per_window(self) -> int:
-        """Messages that the plan in force makes of a window."""
-        return len(self._planner.plan.ends)
+    def learnt(self) -> Learnt:
+        """For reports."""
+        cost = self.link.cost
+        return Learnt(
+            self.link.model,
+            self._measured or self.link.known,
+            cost.alpha,
+            cost.occupancy,
+            cost.beta,
+            self.gamma.gamma,
+            self.forward.gamma,
+            self.window.value,
+            len(self._planner.plan.ends),
+            self.replans,
+            self.link.probes,
+            self.link.shifts,
+        )
 
     @property
     def estimates(self) -> Estimates:

@@ -134,6 +134,11 @@ class EdgeSession:
         return self._up.asked is not None
 
     @property
+    def expecting(self) -> bool:
+        """Whether a verdict may come that nobody need ask for any more."""
+        return self.awaiting or self._up.going_on
+
+    @property
     def _waiting(self) -> bool:
         """Whether a silence of ``offline_after`` means that the cloud is out of reach."""
         if self._state is State.ACTIVE:
@@ -487,8 +492,7 @@ class EdgeSession:
             return False
         if window.length > self.config.context:
             return False
-        coming = self.awaiting or self._up.going_on
-        if coming and window.survival < self.config.min_survival:
+        if self.expecting and window.survival < self.config.min_survival:
             return False  # a verdict is on its way that will most likely drop it
         return not (window.draft and window.draft[-1] in self.config.eos_ids)
 

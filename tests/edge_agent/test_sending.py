@@ -134,6 +134,9 @@ def test_probes_tell_what_keeps_the_link_busy() -> None:
         now += 0.1
     assert out.link.model == PIPELINED
     assert out.estimates.measured
+    assert out.learnt.known
+    assert out.learnt.model == PIPELINED
+    assert out.learnt.probes == 8
     assert out.estimates.link.occupancy == pytest.approx(0.01, rel=0.1)
     assert out.estimates.link.alpha == pytest.approx(0.05, rel=0.05)
     assert out.probes(now) == ()
@@ -166,7 +169,7 @@ def test_where_nothing_is_planned_nothing_is_probed(sending: str) -> None:
 def test_one_message_in_a_window_is_never_sent_before_the_trigger() -> None:
     """Token ids: beta is 0, so parting a draft gains nothing, wherever the window ends."""
     out = Sending(SEND_PLANNED, Estimates(LinkCost(0.02), 0.01, 4))
-    assert out.messages_per_window == 1
+    assert out.learnt.messages == 1
     for _ in range(12):
         out.drafted(1, None)
         assert not out.due()
