@@ -21,16 +21,18 @@ from broker.flags import (
     read_messages,
     sampling_from,
 )
-from broker.messages import VERIFY_EAGER, VERIFY_TRIGGERED
+from broker.messages import VERIFY_STREAM
 from broker.pairs import PAIRS, SOURCE_QUANT
 from broker.settings import Parser, add_config_flag, parse
 from broker.topics import check_device_id
 from edge_agent.core.config import (
     DEFAULT_MAX_AHEAD,
     DEFAULT_MIN_SURVIVAL,
+    DEFAULT_VERIFY,
     LOCAL_FORBID,
     LOCAL_MODES,
     LOCAL_ONLY,
+    VERIFY_CHOICES,
 )
 from edge_agent.core.policies import POLICIES, find_policy
 from edge_agent.core.timing import Timing
@@ -189,9 +191,11 @@ def _add_session_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--verify",
-        choices=(VERIFY_TRIGGERED, VERIFY_EAGER),
-        default=VERIFY_TRIGGERED,
-        help="let the verifier also judge tokens that nobody asked for (eager) or not (triggered)",
+        choices=[choice for choice in VERIFY_CHOICES if choice != VERIFY_STREAM],
+        default=DEFAULT_VERIFY,
+        help="what the verifier does when it would idle: nothing (triggered), judge tokens that "
+        "nobody asked for (eager), also write on by itself (ahead), or that only where the link "
+        f"is slower than the target ({DEFAULT_VERIFY}, the default)",
     )
 
 
