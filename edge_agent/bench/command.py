@@ -123,7 +123,7 @@ def _tune(
     try:
         prompts = machines.encode(wish.prompts)
         runner = machines.runner
-        progress.note(f"tuning: {len(prompts)} texts are recorded, then constants tried on them")
+        progress.note(f"tuning: texts to record first: {len(prompts)}")
         recording = Recording(machines.pair, prompts, machines.alone, report=progress.step)
         constants, account = find_constants(
             list(recording.traces()),
@@ -176,7 +176,7 @@ def _record(
         progress.note("nothing is recorded: no generation has ended")
         return
     try:
-        progress.note(f"recording {len(prompts)} texts")
+        progress.note(f"texts to record: {len(prompts)}")
         recording = Recording(
             machines.pair,
             prompts,

@@ -91,8 +91,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--record",
         metavar="FILE",
-        help="afterwards record the texts in FILE, for replays of the comparison without models "
-        "(python -m edge_agent.bench.replay FILE)",
+        help="afterwards record the texts in FILE (replaced), for replays of the comparison without "
+        "models: python -m edge_agent.bench.replay FILE",
     )
     run.add_argument("--resume", metavar="FILE", help="go on with that .jsonl, with the same flags")
     run.add_argument(
@@ -109,7 +109,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         "--max-minutes",
         type=float,
         metavar="F",
-        help=f"begin nothing after so long ({choices.FULL_MINUTES:g}; "
+        help=f"begin nothing after so long, tuning apart ({choices.FULL_MINUTES:g}; "
         f"quick: {choices.QUICK_MINUTES:g})",
     )
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 GRID = "grid"
 WAYS = (GRID,)
 #: Candidates for each policy in each scenario, and built-in prompts to try them on.
-BUDGET = 64
+BUDGET = 48
 QUICK_PROMPTS = 4
 
 

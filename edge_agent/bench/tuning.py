@@ -35,8 +35,8 @@ from edge_agent.bench.traces import Trace
 from edge_agent.core.config import DEFAULT_VERIFY
 
 PROGRAM = "tuning"
-#: Candidates that a worker takes at a time.
-_CHUNK = 16
+#: Candidates that a worker takes at a time. Those it has taken are still tried after Ctrl-C.
+_CHUNK = 4
 MAX_PROCESSES = 256
 
 #: Tuned when no policy is named.

@@ -9,6 +9,7 @@ import pytest
 
 from edge_agent.bench.contenders import CONTENDERS
 from edge_agent.bench.grids import GRIDS, Search, candidates, grid_of, with_constants
+from edge_agent.bench.tuned import BUDGET
 
 TUNABLE = [name for name in CONTENDERS if grid_of(name)]
 
@@ -76,7 +77,7 @@ def test_every_policy_gets_what_it_is_granted(name, budget) -> None:
 
 
 def test_a_small_grid_is_tried_whole_within_the_default_budget() -> None:
-    tried = run(Search("vanilla", 64), lambda constants: 1.0)
+    tried = run(Search("vanilla", BUDGET), lambda constants: 1.0)
     assert {with_constants("vanilla", "4g", one).thresholds.window for one in tried} == {
         *range(1, 25)
     }

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from edge_agent.bench.contenders import CONTENDERS, read_constants
+from edge_agent.bench.link import Scenario
+from edge_agent.bench.recording import MIN_SIZES
+from edge_agent.bench.replay import replay_all
+from edge_agent.bench.traces import read_traces
 from edge_agent.bench.watch import DOWN, DRAFT, FORWARD, UPLINK, VERDICT, Watch
 from edge_agent.generation import Request
 from edge_agent.scripted_draft import sometimes_right
@@ -118,6 +123,94 @@ def test_a_run_outlives_its_broker_and_is_resumed_after_ctrl_c(tmp_path) -> None
     assert again.code == 0, again.err
     assert again.err == ""
     assert len(json.loads(again.out)["summary"]) == 2 * len(POLICIES)
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_a_comparison_is_tuned_recorded_and_replayed(tmp_path, monkeypatch) -> None:
+    """From prompts to constants to a comparison to a file that replays it, with a real pair."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "near.json").write_text(json.dumps(SCENARIOS[:1]))
+    (tmp_path / "others.jsonl").write_text(
+        '{"prompt": "Describe a lighthouse.", "id": "lighthouse"}\n'
+        '{"prompt": "1, 2, 4, 8,", "id": "powers", "chat": false}\n'
+    )
+    compared = [
+        *("bench", "--scenario-file", "near.json", "--policies", "pipesd,vanilla,cloud"),
+        *("--prompt-count", "2", "--max-tokens", "16", "--threads", "1", "--timeout", "20"),
+        *("--tune", "grid", "--tune-budget", "4", "--tune-prompts", "others.jsonl"),
+    ]
+    with Command(
+        "edge-agent", *compared, "--out", "run", "--record", "t.jsonl", cwd=tmp_path
+    ) as command:
+        done = command.wait(PATIENCE)
+        assert still_alive(command.children()) == []
+    assert done.code == 0, done.err
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert (data["cells_done"], data["differences"]) == (6, [])
+    assert data["tuning"]["prompts"] == ["lighthouse", "powers"]
+    constants = read_constants("run.constants.json")
+    for policy in ("pipesd", "vanilla"):
+        assert data["tuning"]["found"][policy]["near"]["tried"] == 4
+        used = data["settings"]["policies"][policy]["all"]
+        assert used["thresholds"]["window"] == constants[policy]["near"]["window"]
+        assert used["max_ahead"] == constants[policy]["near"]["max_ahead"]
+
+    traces = read_traces("t.jsonl")
+    texts = {cell["prompt"]: cell["tokens"] for cell in data["cells"]}
+    assert {trace.name: list(trace.tokens) for trace in traces} == texts
+    assert len(traces) == 2
+    for trace in traces:
+        assert trace.max_tokens == 16
+        assert 0.2 < trace.agreement <= 1.0
+        assert None not in trace.second_right
+        assert all(0.0 < seconds < 1.0 for seconds in trace.gammas)
+        sizes = [tokens for tokens, _ in trace.forward.entries]
+        assert sizes[0] == 1
+        assert {len(one.prompt) for one in traces} <= set(sizes), "the prompts' own forwards"
+        assert len([size for size in sizes if size <= 17]) >= MIN_SIZES
+    near = Scenario.from_dict(SCENARIOS[0])
+    for name in ("pipesd", "vanilla", "cloud"):
+        results = replay_all(traces, CONTENDERS[name].policy(constants, "near"), near)
+        assert [one.tokens for one in results] == [len(trace.tokens) for trace in traces]
+
+    # A finished run can be recorded again, and is not tuned again.
+    with Command(
+        "edge-agent", *compared, "--resume", "run.jsonl", "--record", "again.jsonl", cwd=tmp_path
+    ) as command:
+        again = command.wait(PATIENCE)
+    assert again.code == 0, again.err
+    assert "constants tried" not in again.err
+    assert [one.tokens for one in read_traces("again.jsonl")] == [one.tokens for one in traces]
+    assert [one.drafted for one in read_traces("again.jsonl")] == [one.drafted for one in traces]
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_a_broker_that_dies_while_recording_leaves_the_reports(tmp_path) -> None:
+    """Nothing but one policy was compared, so recording needs the target again."""
+    path, record = tmp_path / "run.jsonl", tmp_path / "t.jsonl"
+    (tmp_path / "near.json").write_text(json.dumps(SCENARIOS[:1]))
+    wanted = [
+        *("bench", "--scenario-file", str(tmp_path / "near.json"), "--policies", "vanilla"),
+        *("--prompt-count", "1", "--max-tokens", "200", "--threads", "1", "--timeout", "4"),
+    ]
+    with Command(
+        "edge-agent", *wanted, "--out", str(tmp_path / "run"), "--record", str(record)
+    ) as command:
+        command.until(lambda: "texts to record: 1" in command.err, PATIENCE)
+        children = command.children()
+        for child in children:
+            if "mosquitto.conf" in child.what or "embedded_child" in child.what:
+                os.kill(child.pid, signal.SIGKILL)
+        ended = command.wait(PATIENCE)
+        assert still_alive(children) == []
+    assert ended.code == 3, ended.err
+    assert ended.err.splitlines()[-1].startswith("edge-agent: ")
+    assert len(results(path)) == 1
+    assert (tmp_path / "run.json").exists()
+    assert not record.exists()
+    assert not list(tmp_path.glob("*.part-*"))
 
 
 def test_what_is_observed_is_what_happened(url) -> None:
