@@ -91,7 +91,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--record",
         metavar="FILE",
-        help="afterwards record the texts in FILE (replaced), for replays of the comparison without "
+        help="afterwards record the texts in FILE (replaced) for replays of the comparison without "
         "models: python -m edge_agent.bench.replay FILE",
     )
     run.add_argument("--resume", metavar="FILE", help="go on with that .jsonl, with the same flags")
