@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from broker import __version__
 from broker.command import Stopped, raise_on_signals, run, set_up_logging
@@ -33,12 +33,25 @@ from cloud_verifier import reference
 
 if TYPE_CHECKING:
     from cloud_verifier.engine.target import Target
-    from cloud_verifier.engine.torch_target import TorchTarget
-    from cloud_verifier.engine.torch_text import TargetText
 
 PROGRAM = "cloud-verifier"
 #: Seconds that an ordinary end may take once standard input has ended.
 _END_S = 20.0
+
+ENGINES = ("torch", "llama")
+
+
+class Words(Protocol):
+    """The target's own tokenizer, whichever engine reads it."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,6 +105,12 @@ def _add_target_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target", metavar="M", help="directory, hub id or GGUF file of the model")
     group.add_argument("--pair", choices=sorted(PAIRS), help="the target of a demo pair instead")
     group.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="torch",
+        help="torch (default), or llama: llama.cpp on a .gguf file, for CPUs",
+    )
+    group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
@@ -99,7 +118,11 @@ def _add_target_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", default="cpu", metavar="D", help="torch device (cpu)")
     group.add_argument(
-        "--context", type=int, default=None, metavar="N", help="tokens per session (the model's)"
+        "--context",
+        type=int,
+        default=None,
+        metavar="N",
+        help="tokens per session (torch: the model's, llama: 2048 of them)",
     )
     group.add_argument(
         "--slots", type=int, default=16, metavar="N", help="sessions with a K/V cache (16)"
@@ -120,7 +143,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def find_target(args: argparse.Namespace) -> str:
-    """The directory or hub id of the target that the flags name, prepared where need be.
+    """The directory, hub id or file of the target that the flags name, prepared where need be.
 
     Raises ConfigError or ModelError.
     """
@@ -130,16 +153,34 @@ def find_target(args: argparse.Namespace) -> str:
         raise ConfigError("--slots is at least 1 and --context at least 2")
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} is below 1: leave it out for all cores")
+    if args.engine == "llama":
+        from cloud_verifier.engine.llama_prepare import resolve_gguf
+
+        if args.device != "cpu":
+            raise ConfigError(
+                f"--engine llama computes on the CPU: leave out --device {args.device}"
+            )
+        return str(resolve_gguf(args.target, args.pair, args.dtype))
     from cloud_verifier.engine.prepare import resolve_target
 
     return resolve_target(args.target, args.pair)
 
 
-def load_target(args: argparse.Namespace, source: str) -> TorchTarget:
+def load_target(args: argparse.Namespace, source: str) -> Target:
     """The target that lies in ``source``, with the settings of the flags.
 
     Raises ConfigError or ModelError.
     """
+    if args.engine == "llama":
+        from cloud_verifier.engine.llama_target import LlamaTarget
+
+        return LlamaTarget(
+            source,
+            dtype=args.dtype,
+            context=args.context,
+            max_slots=args.slots,
+            threads=args.threads,
+        )
     try:
         from cloud_verifier.engine.torch_target import TorchTarget
     except ModuleNotFoundError as error:
@@ -152,6 +193,20 @@ def load_target(args: argparse.Namespace, source: str) -> TorchTarget:
         max_slots=args.slots,
         threads=args.threads,
     )
+
+
+def load_words(args: argparse.Namespace, source: str) -> Words:
+    """The tokenizer of the target in ``source``. Raises ConfigError or ModelError."""
+    if args.engine == "llama":
+        from cloud_verifier.engine.llama_text import LlamaText
+
+        return LlamaText(source)
+    try:
+        from cloud_verifier.engine.torch_text import TargetText
+
+        return TargetText(source)
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from None
 
 
 def _not_installed(error: ModuleNotFoundError) -> ConfigError:
@@ -170,7 +225,7 @@ def serve(args: argparse.Namespace) -> int:
     broker_settings(args, f"verifier-{verifier}", None)  # wrong usage before a minute of loading
     if args.until_eof:
         _end_at_eof()
-    target: Target = load_target(args, find_target(args))
+    target = load_target(args, find_target(args))
     if floor_s > 0.0:
         target = SlowTarget(target, floor_s)
     config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
@@ -242,7 +297,7 @@ def _read_ids(args: argparse.Namespace) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _prompt(args: argparse.Namespace, text: TargetText) -> tuple[int, ...]:
+def _prompt(args: argparse.Namespace, text: Words) -> tuple[int, ...]:
     """The prompt's token ids, by the chat template where the model has one."""
     if args.messages is not None:
         return tuple(text.encode_chat(read_messages(args.messages)))
@@ -261,12 +316,7 @@ def generate(args: argparse.Namespace) -> int:
     if args.until_eof:
         _end_at_eof()
     source = find_target(args)
-    try:
-        from cloud_verifier.engine.torch_text import TargetText
-
-        words = TargetText(source)
-    except ModuleNotFoundError as error:
-        raise _not_installed(error) from None
+    words = load_words(args, source)
     prompt = _prompt(args, words) if ids is None else ids  # wrong input before a minute of loading
     target = load_target(args, source)
     try:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import LocalProtocolError
 from cloud_verifier.engine.target import Target, Work
+from cloud_verifier.engine.trees import is_path, is_tree
 
 MAX_POSITION = 2**31 - 1  # of the shared noise
 
 
-def check_batch(batch: Sequence[Work], target: Target, length: Callable[[int], int]) -> None:
+def check_batch(
+    batch: Sequence[Work],
+    target: Target,
+    length: Callable[[int], int],
+    trees: Mapping[int, Sequence[int]],
+) -> None:
     """Raise LocalProtocolError unless ``target`` can run all of ``batch``.
 
-    ``length(slot)``: how many valid tokens a slot holds. Changes nothing.
+    ``length(slot)``: how many valid tokens a slot holds, those of a tree left out. ``trees``: the
+    parents of the tree that a slot's last work fed, where it fed one. Changes nothing.
     """
     seen: set[int] = set()
     for work in batch:
@@ -32,7 +39,13 @@ def check_batch(batch: Sequence[Work], target: Target, length: Callable[[int], i
             )
         if not 0 <= work.position <= MAX_POSITION - work.choices:
             raise LocalProtocolError(f"slot {slot}: position {work.position} is outside 0 to 2^31")
-        held = length(slot)
+        if work.parents is not None:
+            _check_tree(work, work.parents)
+        if not is_path(trees.get(slot, ()), work.path):
+            raise LocalProtocolError(
+                f"slot {slot}: path {work.path} is no branch of its last tree: name accepted tokens"
+            )
+        held = length(slot) + len(work.path)
         if not 0 <= work.keep <= held:
             raise LocalProtocolError(
                 f"slot {slot} holds {held} tokens, {work.keep} cannot be kept: start at 0"
@@ -48,3 +61,19 @@ def check_batch(batch: Sequence[Work], target: Target, length: Callable[[int], i
                 f"slot {slot}: token {bad} is outside the vocabulary of {target.vocab_size}: "
                 "check what the edge sends"
             )
+
+
+def _check_tree(work: Work, parents: Sequence[int]) -> None:
+    slot, nodes = work.slot, len(parents)
+    if nodes >= len(work.tokens):
+        raise LocalProtocolError(
+            f"slot {slot}: {nodes} drafted of {len(work.tokens)} tokens: one must stand before them"
+        )
+    if not is_tree(parents):
+        raise LocalProtocolError(
+            f"slot {slot}: a drafted token stands before its parent: sort them"
+        )
+    if work.choices <= nodes:
+        raise LocalProtocolError(
+            f"slot {slot}: {work.choices} choices for a tree of {nodes}: ask after each and before"
+        )

@@ -15,6 +15,7 @@ from broker.errors import ConfigError, ModelError
 from broker.sampling import Sampler
 from cloud_verifier.engine.batch import check_batch
 from cloud_verifier.engine.target import Work
+from cloud_verifier.engine.trees import choice_positions, lineage, trunk
 
 Logits = Callable[[Sequence[int]], npt.NDArray[np.float32]]
 Script = Callable[[Sequence[int]], int]
@@ -59,18 +60,22 @@ class ScriptedTarget:
         self._script = script
         self._sampler = Sampler(vocab_size)
         self._slots: list[list[int]] = [[] for _ in range(max_slots)]
+        # Of a slot whose last work fed a tree: parents and tokens of the drafted ones.
+        self._trees: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def held(self, slot: int) -> tuple[int, ...]:
-        """The tokens that ``slot`` holds."""
+        """The tokens that ``slot`` holds, those of a tree left out."""
         return tuple(self._slots[slot])
 
     def free(self, slot: int) -> None:
         """Forget what ``slot`` holds."""
         self._slots[slot].clear()
+        self._trees.pop(slot, None)
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """As ``Target.forward``."""
-        check_batch(batch, self, lambda slot: len(self._slots[slot]))
+        trees = {slot: parents for slot, (parents, _) in self._trees.items()}
+        check_batch(batch, self, lambda slot: len(self._slots[slot]), trees)
         if not batch:
             return []
         self.forwards += 1
@@ -84,25 +89,36 @@ class ScriptedTarget:
             raise
 
     def close(self) -> None:
-        for sequence in self._slots:
-            sequence.clear()
+        for slot in range(self.max_slots):
+            self.free(slot)
 
     def _run(self, work: Work) -> list[int]:
         self.tokens_run += len(work.tokens)
         sequence = self._slots[work.slot]
+        _, drafted = self._trees.pop(work.slot, ((), ()))
+        sequence.extend(drafted[node] for node in work.path)
         del sequence[work.keep :]
-        prefill = len(work.tokens) - work.choices
-        sequence.extend(work.tokens[:prefill])
+        chain = trunk(work)
+        silent = len(work.tokens) - work.choices
+        positions = iter(choice_positions(work))
         chosen: list[int] = []
-        for token in work.tokens[prefill:]:
+        for index, token in enumerate(work.tokens[:chain]):
             sequence.append(token)
-            if self._script is not None:
-                chosen.append(self._script(sequence))
-            elif self._logits_fn is not None:
-                logits = self._logits_fn(sequence)
-                position = work.position + len(chosen)
-                chosen.append(self._sampler.choose(logits, position, work.sampling))
+            if index >= silent:
+                chosen.append(self._choose(sequence, next(positions), work))
+        if work.parents is not None:
+            drafted = work.tokens[chain:]
+            for node in range(len(drafted)):
+                branch = [drafted[each] for each in lineage(work.parents, node)]
+                chosen.append(self._choose([*sequence, *branch], next(positions), work))
+            self._trees[work.slot] = work.parents, drafted
         return chosen
+
+    def _choose(self, sequence: Sequence[int], position: int, work: Work) -> int:
+        if self._script is not None:
+            return self._script(sequence)
+        assert self._logits_fn is not None
+        return self._sampler.choose(self._logits_fn(sequence), position, work.sampling)
 
 
 def hashed_script(

@@ -22,6 +22,16 @@ class Work:
     are appended at sequence positions ``keep``, ``keep+1``, ...; at least one. The target's choice
     is asked after each of the last ``choices`` tokens (0: prefill only), the first of them being
     the choice for generated position ``position``, with ``sampling`` and its noise.
+
+    ``parents`` makes a tree of the last ``len(parents)`` tokens, the drafted ones: for each of them
+    the index, among the drafted, of the token before it; -1: the last token before the drafted,
+    which must be there. Each token sees its ancestors and no other branch. A tree is asked after
+    each drafted token and the one before them at least; a choice is for the generated position that
+    follows from the depth of its token.
+
+    ``path`` tells what became of the tree in the slot's last work: the indices, from the first
+    drafted token down, of those that were accepted. They are valid tokens then, behind those
+    before the tree, and the rest of the tree is forgotten; without a path all of it is.
     """
 
     slot: int
@@ -30,6 +40,8 @@ class Work:
     choices: int
     position: int
     sampling: Sampling
+    parents: tuple[int, ...] | None = None
+    path: tuple[int, ...] = ()
 
 
 class Target(Protocol):

@@ -79,6 +79,8 @@ class TorchTarget:
         with torch.inference_mode():
             self.layers = torch_probe.find_layers(model)
             self._masks = Masks(self._dtype, self._device)
+            # Parents of the tree that a slot's last work fed, where it fed one.
+            self._trees: dict[int, tuple[int, ...]] = {}
             width = sum(layer.width for layer in self.layers)
             self._slots: SlotTable[KeyValues] = SlotTable(
                 max_slots=max_slots,
@@ -161,7 +163,7 @@ class TorchTarget:
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """As ``Target.forward``. Raises LocalProtocolError, before anything changes, for work that
         the slots, the vocabulary or the context do not allow."""
-        check_batch(batch, self, self._slots.length)
+        check_batch(batch, self, self._slots.length, self._trees)
         if not batch:
             return []
         finished = False

@@ -1,4 +1,4 @@
-"""What every target keeps to: the scripted one, and the torch one over several families.
+"""What every target keeps to: scripted, torch over several families, llama.cpp over two.
 
 The reference is a plain forward over the whole sequence, without cache or company, and the choice
 that ``torch_sampling`` makes from its last row.
@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from hypothesis import strategies as st
 
 from broker.errors import LocalProtocolError, ModelError
 from broker.sampling import Sampling
+from cloud_verifier.engine.llama_target import LlamaTarget
 from cloud_verifier.engine.scripted_target import ScriptedTarget
 from cloud_verifier.engine.target import Target, Work
 from cloud_verifier.engine.torch_sampling import choose
+from tests import gguf_models
 from tests.tiny_models import CONTEXT, FAMILIES, ROWS, VOCAB, model_of, plain_logits, target_of
 
 GREEDY = Sampling()
@@ -43,10 +46,15 @@ def scripted(**settings: int) -> ScriptedTarget:
 
 @dataclass(frozen=True)
 class Subject:
-    """One implementation. ``last_row(sequence)``: float32[VOCAB] of the reference."""
+    """One implementation. ``last_row(sequence)``: float32[VOCAB] of the reference.
+
+    ``model``: the reference in transformers, where it is one.
+    """
 
     make: Callable[..., Target]
     last_row: Callable[[Sequence[int]], torch.Tensor]
+    model: Callable[[], Any] | None = None
+    eos_ids: frozenset[int] = frozenset()
 
     def choice(self, sequence: Sequence[int], position: int, sampling: Sampling) -> int:
         return choose(self.last_row(sequence)[None], position, sampling)[0]
@@ -62,12 +70,26 @@ def torch_subject(family: str) -> Subject:
     return Subject(
         lambda **settings: target_of(family, **settings),
         lambda sequence: plain_logits(model_of(family), sequence)[-1],
+        lambda: model_of(family),
+    )
+
+
+def llama_subject(family: str) -> Subject:
+    def make(**settings: Any) -> LlamaTarget:
+        return LlamaTarget(gguf_models.gguf_of(family), threads=1, max_slots=8, **settings)
+
+    return Subject(
+        make,
+        lambda sequence: plain_logits(gguf_models.reference(family), sequence)[-1],
+        lambda: gguf_models.reference(family),
+        frozenset({gguf_models.EOS}),
     )
 
 
 SUBJECTS = {
     "scripted": Subject(scripted, lambda s: torch.from_numpy(scripted_logits(s)[:VOCAB])),
     **{family: torch_subject(family) for family in FAMILIES},
+    **{f"llama.cpp-{family}": llama_subject(family) for family in gguf_models.FAMILIES},
 }
 
 
@@ -101,11 +123,11 @@ def prefill(target: Target, slot: int, tokens: Sequence[int]) -> None:
     assert target.forward([Work(slot, 0, tuple(tokens), 0, 0, GREEDY)]) == [[]]
 
 
-def test_the_port_is_there(target: Target) -> None:
+def test_the_port_is_there(subject: Subject, target: Target) -> None:
     assert (target.vocab_size, target.context, target.max_slots) == (VOCAB, CONTEXT, 8)
     assert target.name
     assert len(target.vocab_hash) == 16
-    assert target.eos_ids == frozenset()
+    assert target.eos_ids == subject.eos_ids
     assert target.forward([]) == []
 
 
@@ -242,7 +264,8 @@ def test_padded_rows_never_win(name: str, subject: Subject) -> None:
         )
     else:
         target = subject.make()
-        model = model_of(name)
+        assert subject.model is not None
+        model = subject.model()
         winners = {
             int(model(input_ids=torch.tensor([sequence_of(3, seed)])).logits[0, -1].argmax())
             for seed in range(60)
@@ -319,7 +342,10 @@ def test_a_failed_forward_empties_its_slots_and_no_other(
             def fail(*_: object, **__: object) -> None:
                 raise RuntimeError("out of memory:\nno bytes left")
 
-            broken.setattr(target._model.model.layers[-1], "forward", fail)  # type: ignore[attr-defined]
+            if isinstance(target, LlamaTarget):
+                broken.setattr(target, "_decode", fail)
+            else:
+                broken.setattr(target._model.model.layers[-1], "forward", fail)  # type: ignore[attr-defined]
         with pytest.raises(ModelError) as caught:
             target.forward(works)
         assert "\n" not in str(caught.value)

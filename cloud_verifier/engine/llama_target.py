@@ -1,0 +1,394 @@
+"""The target in llama.cpp, for clouds without a GPU: any GGUF file, many sessions in one pass.
+
+One context of llama.cpp holds all slots. Each slot is a stream of its cache: a session attends to
+its own cells only, and its token at position n lies in cell n, whatever the others do. With flash
+attention off, and with the least numbers of rows kept below, llama.cpp's kernels on a processor
+then sum a row in the same order in any company: on float32 and bfloat16 files not a bit changes
+(tests try it), where one cache for all sessions changed the last digits with each neighbour.
+``llama_passes`` tells what that costs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError
+from broker.gguf_header import GgufHeader, read_header
+from broker.sampling import Sampler
+from cloud_verifier.engine.batch import check_batch
+from cloud_verifier.engine.llama_library import complaint, forget_complaints, llama_library
+from cloud_verifier.engine.llama_passes import Window, plan
+from cloud_verifier.engine.llama_vocabulary import read_vocabulary
+from cloud_verifier.engine.target import Work
+from cloud_verifier.engine.trees import branches, choice_positions, lineage, offsets, trunk
+
+DEFAULT_CONTEXT = 2048
+"""Tokens per slot unless told otherwise; llama.cpp allocates all slots' cells at once."""
+
+MAX_SLOTS = 256  # sequences that llama.cpp can tell apart
+ROWS = 128  # of one pass; more do not get faster on a processor
+SPARE = 32  # cells behind each slot's context, for rows that only fill a pass up
+
+_KV_TYPES = {"float32": 0, "bfloat16": 1}  # GGML_TYPE_F32, GGML_TYPE_F16
+_FLOAT_FILES = (0, 1, 32)  # general.file_type: all float32, float16, bfloat16
+# Rows go through in multiples of this. Weights of blocks that llama.cpp has laid out for itself are
+# multiplied with several rows at a time, and what is left over in another way.
+_FLOAT_ROWS, _BLOCK_ROWS = 1, 8
+_LEAST_CHOICES = 2  # the output layer too sums a lone row in another order
+_FILLER = 0
+
+
+@dataclass(slots=True)
+class _Leg:
+    """Tokens of one branch to run from sequence position ``first`` on; ``asked``: which choice of
+    the work each of them is followed by, -1: none."""
+
+    first: int
+    tokens: list[int]
+    asked: list[int]
+
+
+@dataclass(slots=True)
+class _Course:
+    """A work on its way through the passes. ``done``: tokens of the first of ``legs``."""
+
+    work: Work
+    positions: list[int]
+    chosen: list[int]
+    legs: list[_Leg]
+    done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """What a slot's last work drafted. ``cached``: the branch that is in the cache."""
+
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    cached: tuple[int, ...]
+
+
+class LlamaTarget:
+    """``Target`` over a GGUF file, computed as precisely as its weights are stored.
+
+    ``dtype``: of the K/V cells, float32 or (bfloat16) 16 bits. ``context``: tokens per slot, at
+    most what the model was trained for; None: ``DEFAULT_CONTEXT`` of them. The cells of all slots,
+    ``max_slots`` times ``context`` and ``SPARE`` more (rounded up to 256), are allocated here.
+    ``threads``: of a forward; None: all cores.
+
+    Raises ModelError for a file that is missing, damaged, not supported or without memory to cut
+    back (recurrent state); ConfigError for values out of range or a missing llama-cpp-python.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        context: int | None = None,
+        max_slots: int = 16,
+        threads: int | None = None,
+    ) -> None:
+        if dtype not in _KV_TYPES:
+            raise ConfigError(f"dtype {dtype} is unknown: choose one of {', '.join(_KV_TYPES)}")
+        if not 1 <= max_slots <= MAX_SLOTS:
+            raise ConfigError(f"llama.cpp serves 1 to {MAX_SLOTS} slots, not {max_slots}")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads {threads} computes nothing: at least 1")
+        if context is not None and context < 2:
+            raise ConfigError(f"a context of {context} tokens holds no text: at least 2")
+        path = Path(path)
+        header = read_header(path)  # llama.cpp's own answer to a broken file can be an abort
+        self.name = path.stem
+        self.max_slots = max_slots
+        self._context: Any = None
+        self._lib = lib = llama_library()
+        self._multiple = _row_multiple(header)
+        forget_complaints()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self._model: Any = lib.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            raise ModelError(
+                f"llama.cpp cannot load {path}{complaint()}; "
+                "give another model, or a newer llama-cpp-python"
+            )
+        try:
+            self._describe(context)
+            self._open_context(_KV_TYPES[dtype], threads or os.cpu_count() or 1)
+            self._try_out()
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self, context: int | None) -> None:
+        lib = self._lib
+        vocabulary = read_vocabulary(lib, self._model)
+        trained = int(lib.llama_model_n_ctx_train(self._model)) or DEFAULT_CONTEXT
+        self.context = min(context or DEFAULT_CONTEXT, trained)
+        self.vocab_size = vocabulary.vocab_size
+        self.vocab_hash = vocabulary.vocab_hash
+        self.eos_ids = vocabulary.eos_ids
+        self._sampler = Sampler(self.vocab_size)
+        self._width = vocabulary.rows
+        self._lengths = [0] * self.max_slots  # valid tokens, those of a tree left out
+        self._ends = [0] * self.max_slots  # cells in use
+        self._trees: dict[int, _Tree] = {}
+
+    def _open_context(self, kv_type: int, threads: int) -> None:
+        lib = self._lib
+        params = lib.llama_context_default_params()
+        params.n_ctx = self.max_slots * (-(-(self.context + SPARE) // 256) * 256)
+        params.n_seq_max = self.max_slots
+        params.n_batch = params.n_ubatch = ROWS
+        params.n_outputs_max = params.n_outputs_max_per_seq = ROWS
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = kv_type
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.kv_unified = False
+        # With the small sliding-window cache, tokens that left the window are gone for good, and
+        # a rollback that needs them again would be impossible.
+        params.swa_full = True
+        params.no_perf = True
+        forget_complaints()
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise ModelError(
+                f"no memory for {self.max_slots} slots of {self.context} tokens{complaint()}; "
+                "lower --slots or --context"
+            )
+        self._memory = lib.llama_get_memory(self._context)
+        self._rows = _Rows(lib)
+
+    def _try_out(self) -> None:
+        """Page the weights in before anybody waits for them, and try what verifying needs."""
+        lib = self._lib
+        if lib.llama_model_has_encoder(self._model):
+            raise ModelError(f"{self.name} has an encoder; give a plain text-generating model")
+        if not self._memory:
+            raise ModelError(f"{self.name} has no memory of past tokens; give a generating model")
+        rows = self._rows
+        rows.clear()
+        for position in range(4):
+            rows.add(0, position, _FILLER, ask=position == 3)
+        status = lib.llama_decode(self._context, rows.batch)
+        if status != 0 or not lib.llama_get_logits_ith(self._context, 3):
+            raise ModelError(
+                f"{self.name} does not give logits{complaint()}; give a text-generating model"
+            )
+        if not lib.llama_memory_seq_rm(self._memory, 0, 2, -1):
+            raise ModelError(
+                f"{self.name} cannot forget single tokens (recurrent state); "
+                "give a plain transformer model"
+            )
+        lib.llama_memory_clear(self._memory, False)
+
+    def free(self, slot: int) -> None:
+        """Forget what a slot holds."""
+        self._lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
+        self._lengths[slot] = self._ends[slot] = 0
+        self._trees.pop(slot, None)
+
+    def close(self) -> None:
+        """Free cells and weights; nothing may be asked afterwards. Twice is once."""
+        context, self._context = self._context, None
+        model, self._model = self._model, None
+        if context:
+            self._lib.llama_free(context)
+        if model:
+            self._lib.llama_model_free(model)
+
+    def forward(self, batch: Sequence[Work]) -> list[list[int]]:
+        """As ``Target.forward``. Raises LocalProtocolError, before anything changes, for work that
+        the slots, the vocabulary or the context do not allow, and after ``close``."""
+        if not self._context:
+            raise LocalProtocolError("the target is closed")
+        trees = {slot: tree.parents for slot, tree in self._trees.items()}
+        check_batch(batch, self, self._lengths.__getitem__, trees)
+        finished = False
+        try:
+            courses = [self._course(work) for work in batch]
+            running = {course.work.slot: course for course in courses}
+            while running:
+                remaining = {s: len(c.legs[0].tokens) - c.done for s, c in running.items()}
+                window = plan(remaining, multiple=self._multiple, limit=ROWS, spare=SPARE)
+                self._run(window, running)
+                running = {slot: course for slot, course in running.items() if course.legs}
+            for work in batch:
+                self._note(work)
+            finished = True
+        except PipesdError:
+            raise
+        except Exception as exc:
+            cause = " ".join(str(exc).split())[:200]
+            raise ModelError(
+                f"target {self.name} failed in a forward of {len(batch)} sessions: "
+                f"{type(exc).__name__} {cause}; its sessions start again"
+            ) from exc
+        finally:
+            # Also after KeyboardInterrupt: half-written cells must not be taken for valid.
+            if not finished:
+                for work in batch:
+                    self.free(work.slot)
+        return [course.chosen for course in courses]
+
+    def _course(self, work: Work) -> _Course:
+        """Cut the slot back to what stays valid, and lay out what is to run."""
+        slot, base = work.slot, self._lengths[work.slot]
+        tree = self._trees.get(slot)
+        start = work.keep
+        again: list[int] = []
+        if tree is not None and work.keep > base:
+            path = work.path[: work.keep - base]
+            common = 0
+            while common < min(len(path), len(tree.cached)) and path[common] == tree.cached[common]:
+                common += 1
+            # The cache holds one branch of the tree; of another one the tokens run once more.
+            start = base + common
+            again = [tree.tokens[node] for node in path[common:]]
+        self._cut(slot, start)
+        chain = trunk(work)
+        silent = len(work.tokens) - work.choices
+        asked = [max(-1, index - silent) for index in range(len(work.tokens))]
+        first = _Leg(start, again + list(work.tokens[:chain]), [-1] * len(again) + asked[:chain])
+        legs = [first]
+        places = offsets(work)
+        for run in branches(work.parents or ()):
+            tokens = [work.tokens[chain + node] for node in run]
+            wanted = [asked[chain + node] for node in run]
+            begin = work.keep + places[chain + run[0]]
+            if begin == legs[-1].first + len(legs[-1].tokens):
+                legs[-1].tokens += tokens
+                legs[-1].asked += wanted
+            else:
+                legs.append(_Leg(begin, tokens, wanted))
+        return _Course(work, choice_positions(work), [0] * work.choices, legs)
+
+    def _note(self, work: Work) -> None:
+        """Remember what the slot of a finished work holds."""
+        slot = work.slot
+        self._lengths[slot] = work.keep + trunk(work)
+        self._trees.pop(slot, None)
+        if work.parents:
+            last = branches(work.parents)[-1][-1]
+            drafted = work.tokens[trunk(work) :]
+            cached = tuple(lineage(work.parents, last))
+            self._trees[slot] = _Tree(work.parents, drafted, cached)
+
+    def _run(self, window: Window, running: dict[int, _Course]) -> None:
+        """One pass over the weights, and the choices that follow from it."""
+        rows = self._rows
+        rows.clear()
+        taken: list[tuple[_Course, int]] = []
+        choices: list[tuple[int, _Course, int]] = []  # row, whose, which
+        for slot in range(window.first, window.last + 1):
+            course = running.get(slot)
+            count = 0
+            if course is not None:
+                leg = course.legs[0]
+                count = min(len(leg.tokens) - course.done, window.rows)
+                for index in range(course.done, course.done + count):
+                    asked = leg.asked[index]
+                    if asked >= 0:
+                        choices.append((rows.count, course, asked))
+                    rows.add(slot, leg.first + index, leg.tokens[index], ask=asked >= 0)
+                self._ends[slot] = leg.first + course.done + count
+                taken.append((course, count))
+            for index in range(window.rows - count):
+                rows.add(slot, self._ends[slot] + index, _FILLER, ask=False)
+        if choices:
+            wanted = max(len(choices), _LEAST_CHOICES)
+            rows.ask_more(wanted - len(choices) + -wanted % self._multiple)
+        forget_complaints()
+        status = self._decode(rows.batch)
+        if status != 0:
+            raise ModelError(
+                f"llama.cpp failed in a forward of {rows.count} rows (status {status})"
+                f"{complaint()}; its sessions start again"
+            )
+        for slot in range(window.first, window.last + 1):
+            self._lib.llama_memory_seq_rm(self._memory, slot, self._ends[slot], -1)
+        for row, course, which in choices:
+            course.chosen[which] = self._sampler.choose(
+                self._logits(row), course.positions[which], course.work.sampling
+            )
+        for course, count in taken:
+            course.done += count
+            if course.done == len(course.legs[0].tokens):
+                course.legs.pop(0)
+                course.done = 0
+                if course.legs:
+                    self._cut(course.work.slot, course.legs[0].first)
+
+    def _cut(self, slot: int, end: int) -> None:
+        if not self._lib.llama_memory_seq_rm(self._memory, slot, end if end else -1, -1):
+            raise ModelError("llama.cpp cannot roll back; give a plain transformer model")
+        self._ends[slot] = end
+
+    def _decode(self, batch: Any) -> int:
+        return int(self._lib.llama_decode(self._context, batch))
+
+    def _logits(self, row: int) -> npt.NDArray[np.float32]:
+        """float32[entries of the vocabulary], a view that the next pass overwrites."""
+        pointer = self._lib.llama_get_logits_ith(self._context, row)
+        if not pointer:
+            raise ModelError(f"llama.cpp gave no logits for row {row}{complaint()}")
+        return np.ctypeslib.as_array(pointer, (self._width,))
+
+
+class _Rows:
+    """llama.cpp's batch over arrays of its own: up to ``ROWS`` rows of one sequence each."""
+
+    def __init__(self, lib: Any) -> None:
+        self.count = 0
+        self._tokens = (ctypes.c_int32 * ROWS)()
+        self._positions = (ctypes.c_int32 * ROWS)()
+        self._slots = (ctypes.c_int32 * ROWS)()
+        self._asked = (ctypes.c_int8 * ROWS)()
+        self._ones = (ctypes.c_int32 * ROWS)(*[1] * ROWS)
+        each = ctypes.POINTER(ctypes.c_int32)
+        self._lists = (each * ROWS)()
+        for row in range(ROWS):
+            item = ctypes.c_int32.from_buffer(self._slots, 4 * row)
+            self._lists[row] = ctypes.pointer(item)
+        self.batch = lib.llama_batch(
+            n_tokens=0,
+            token=self._tokens,
+            embd=None,
+            pos=self._positions,
+            n_seq_id=self._ones,
+            seq_id=self._lists,
+            logits=self._asked,
+        )
+
+    def clear(self) -> None:
+        self.count = self.batch.n_tokens = 0
+
+    def add(self, slot: int, position: int, token: int, *, ask: bool) -> None:
+        row = self.count
+        self._slots[row] = slot
+        self._positions[row] = position
+        self._tokens[row] = token
+        self._asked[row] = ask
+        self.count = self.batch.n_tokens = row + 1
+
+    def ask_more(self, count: int) -> None:
+        """Ask for the logits of ``count`` more rows, whichever; there are enough."""
+        for row in range(self.count):
+            if count <= 0:
+                return
+            if not self._asked[row]:
+                self._asked[row] = 1
+                count -= 1
+
+
+def _row_multiple(header: GgufHeader) -> int:
+    return _FLOAT_ROWS if header.metadata.get("general.file_type") in _FLOAT_FILES else _BLOCK_ROWS
