@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from broker.errors import ConfigError
 from edge_agent.bench.watch import Span
+from edge_agent.core.sending import Learnt
 
 VERSION = 1
 #: Bytes of a results file that are read.
@@ -92,6 +93,7 @@ class Result:
     committed token; ``total_s``: to the last. ``wire_up``, ``wire_down``: bytes of MQTT packets
     over the link, of anything while the cell ran; ``payload_*``: of this generation's messages.
     ``gamma_s``: median of drafting one token after the first. ``timeline``: only of some cells.
+    ``planning_s``: spent on planning and estimating. ``learnt``: of the link, at the end.
     ``at_s``: when it began in the run. ``load``: the machine's load average then.
     """
 
@@ -127,6 +129,8 @@ class Result:
     wire_up: int = 0
     wire_down: int = 0
     forward_samples: tuple[tuple[int, float], ...] = ()
+    planning_s: float = 0.0
+    learnt: Learnt | None = None
     at_s: float = 0.0
     load: float = 0.0
     timeline: tuple[Span, ...] = field(default=())
@@ -151,10 +155,9 @@ class Result:
             [span.lane, round(span.begin, 6), round(span.end, 6), span.count]
             for span in self.timeline
         ]
-        return {
-            key: round(value, 6) if isinstance(value, float) else value
-            for key, value in data.items()
-        }
+        if data["learnt"] is not None:
+            data["learnt"] = _rounded(data["learnt"])
+        return _rounded(data)
 
     @classmethod
     def from_dict(cls, data: Any) -> Result:
@@ -168,7 +171,15 @@ class Result:
         values["timeline"] = tuple(
             Span(str(s[0]), float(s[1]), float(s[2]), int(s[3])) for s in spans
         )
+        if (learnt := values.get("learnt")) is not None:
+            values["learnt"] = Learnt(**learnt)
         return cls(**values)
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()
+    }
 
 
 def order(

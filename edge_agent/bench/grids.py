@@ -23,7 +23,8 @@ _ROUNDS = 4
 
 _R1 = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0)
 _R2 = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_SURVIVAL = (0.0, 0.05, 0.2)
+_SURVIVAL = (0.0, 0.001, 0.01, 0.05)
+_AGAIN = (1, 4)
 _AHEAD = (6, 8, 12, 16, 24)
 #: What is tried per policy. One that is not named here has the grid of its base, or no constants. 0
 #: turns a rule off. A threshold of 1 asks after each token.
@@ -39,8 +40,15 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "edgellm": {
         "r1": (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.92, 0.99),
         "max_ahead": (4, 6, 8, 12, 16, 24, 32, 64, 128),
+        "ask_again": _AGAIN,
     },
-    "pipesd": {"r1": _R1, "r2": _R2, "min_survival": _SURVIVAL, "max_ahead": _AHEAD},
+    "pipesd": {
+        "r1": _R1,
+        "r2": _R2,
+        "min_survival": _SURVIVAL,
+        "max_ahead": _AHEAD,
+        "ask_again": _AGAIN,
+    },
     "pipesd-no-pipeline": {"r1": _R1, "r2": _R2},
     "pipesd-fixed": {
         "window": (1, 2, 3, 4, 5, 6, 8, 10, 12),
@@ -83,6 +91,7 @@ def constants_of(policy: Policy) -> dict[str, float]:
         "window": limits.window,
         "min_survival": policy.min_survival,
         "max_ahead": policy.max_ahead,
+        "ask_again": policy.ask_again,
     }
 
 

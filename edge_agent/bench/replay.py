@@ -198,6 +198,7 @@ class _Replay:
             min_survival=policy.min_survival,
             verify=verify,
             local=LOCAL_ONLY if policy.local else LOCAL_FORBID,
+            ask_first=True,  # as a generation does
         )
         self.session = EdgeSession(
             config, timing=timing, now=0.0, policy=policy, estimates=estimates

@@ -134,9 +134,19 @@ def table(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What disturbed the measurement in a scenario."""
-    repeated = [f"{row.policy} {row.timeouts}" for row in rows if row.timeouts]
+    """What the figures of a scenario do not show, and what disturbed them."""
     lines = []
+    planning = max((row.planning_share for row in rows), default=0.0)
+    if planning > 0.0:
+        lines.append(f"planning and estimating: {100.0 * planning:.2f} % of the time at most")
+    measured = next((row for row in rows if row.policy == "pipesd" and row.link_model), None)
+    measured = measured or next((row for row in rows if row.link_model), None)
+    if measured is not None:
+        lines.append(
+            f"link as {measured.policy} measured it: {measured.alpha_ms:.1f} ms there and back, "
+            f"busy for {measured.occupancy_ms:.1f} ms a message ({measured.link_model} cost model)"
+        )
+    repeated = [f"{row.policy} {row.timeouts}" for row in rows if row.timeouts]
     if repeated:
         lines.append(f"requests repeated for want of a verdict in time: {', '.join(repeated)}")
     failed = [f"{row.policy} {row.failed}" for row in rows if row.failed]

@@ -15,7 +15,7 @@ from edge_agent.bench.cells import Cell, Result
 from edge_agent.bench.contenders import Constants, Contender
 from edge_agent.bench.link import Scenario
 from edge_agent.bench.stations import Device, Station, steady
-from edge_agent.bench.watch import Span, Watch
+from edge_agent.bench.watch import PlanningTime, Span, Watch
 from edge_agent.core.policies import Policy, find_policy
 from edge_agent.core.timing import Timing
 from edge_agent.draft import DraftModel
@@ -226,6 +226,7 @@ class Runner:
         watch = Watch()
         before = device.link.stats()
         generation = device.agent.generate(request, watch)
+        planning = PlanningTime(generation.sending)
         begin = time.monotonic()
         first = last = begin
         tokens: list[int] = []
@@ -252,6 +253,8 @@ class Runner:
             tokens=tuple(tokens),
             ttft_s=first - begin,
             total_s=last - begin,
+            planning_s=planning.seconds,
+            learnt=generation.sending.learnt,
             wire_up=after.bytes_up - before.bytes_up,
             wire_down=after.bytes_down - before.bytes_down,
             timeline=timeline,

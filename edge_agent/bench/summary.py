@@ -25,6 +25,9 @@ class Row:
     the median over repeats. ``after_first_ms``: median per token after the first, so without the
     prompt's cost. ``acceptance``, ``kept``: shares, None where there was nothing to accept or keep.
     ``draft_length``: tokens judged per verdict. ``gamma_ms``, ``forward_ms``: medians.
+    ``planning_share``: of the time, for planning and estimating. ``link_model``: the cost model
+    that most of its sessions ended with, ``alpha_ms`` and ``occupancy_ms`` the medians of those;
+    None where none measured the link.
     ``timeouts``: requests repeated because no verdict came in time. ``load``: the machine's.
     ``speedup_cloud``, ``speedup_baseline``: the other's TPT over this one's, median over the same
     cells; above 1 is faster. ``baseline``: the best one.
@@ -54,6 +57,10 @@ class Row:
     forward_ms: float | None
     timeouts: int
     load: float
+    planning_share: float = 0.0
+    link_model: str | None = None
+    alpha_ms: float | None = None
+    occupancy_ms: float | None = None
     speedup_cloud: float | None = None
     speedup_baseline: float | None = None
     baseline: str | None = None
@@ -190,6 +197,9 @@ def _row(scenario: str, policy: str, cells: Mapping[tuple[str, int], Result], fa
     longer = [one for one in results if len(one.tokens) > 1]
     gammas = [one.gamma_s for one in results if one.gamma_s > 0.0]
     times = [ms for one in results for _, ms in one.forward_samples]
+    links = [one.learnt for one in results if one.learnt is not None and one.learnt.known]
+    model = statistics.mode(link.model for link in links) if links else None
+    links = [link for link in links if link.model == model]
     return Row(
         scenario=scenario,
         policy=policy,
@@ -217,4 +227,11 @@ def _row(scenario: str, policy: str, cells: Mapping[tuple[str, int], Result], fa
         forward_ms=statistics.median(times) if times else None,
         timeouts=sum(one.timeouts for one in results),
         load=statistics.median(one.load for one in results),
+        planning_share=sum(one.planning_s for one in results)
+        / max(sum(one.total_s for one in results), 1e-9),
+        link_model=model,
+        alpha_ms=1000.0 * statistics.median(link.alpha for link in links) if links else None,
+        occupancy_ms=(
+            1000.0 * statistics.median(link.occupancy for link in links) if links else None
+        ),
     )

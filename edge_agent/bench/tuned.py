@@ -190,7 +190,7 @@ def _constants(policy: Mapping[str, Any]) -> dict[str, float]:
     limits = policy["thresholds"]
     return {
         **{name: limits[name] for name in ("r1", "r2", "window")},
-        **{name: policy[name] for name in ("min_survival", "max_ahead")},
+        **{name: policy[name] for name in ("min_survival", "max_ahead", "ask_again")},
     }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from edge_agent.bench.link_model import Passage
+from edge_agent.core.sending import Sending
 
 #: Events kept for the timeline of one generation.
 MAX_EVENTS = 4_000
@@ -36,6 +38,39 @@ class Span:
     begin: float
     end: float
     count: int = 1
+
+
+#: What of ``Sending`` is planning and estimating.
+_PLANNING = (
+    "drafted",
+    "due",
+    "asked",
+    "rolled_back",
+    "sent",
+    "judged",
+    "probes",
+    "probe_sent",
+    "probe_answered",
+)
+
+
+class PlanningTime:
+    """Adds up the ``seconds`` that one session's ``sending`` takes, from now on."""
+
+    def __init__(self, sending: Sending, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = 0.0
+        for name in _PLANNING:
+            setattr(sending, name, self._timed(getattr(sending, name), clock))
+
+    def _timed(self, call: Callable[..., Any], clock: Callable[[], float]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = clock()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += clock() - begin
+
+        return timed
 
 
 class Watch:

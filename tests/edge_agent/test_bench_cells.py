@@ -12,10 +12,13 @@ from edge_agent.bench.link import SCENARIOS
 from edge_agent.bench.runner import timing
 from edge_agent.bench.schedule import Pace, run_all
 from edge_agent.core.policies import find_policy
+from edge_agent.core.sending import Learnt
 from edge_agent.core.timing import Timing
 from tests.edge_agent.bench_results import TIMELINE, result, settings
 
 POLICIES, PLACES, PROMPTS = ["pipesd", "hsl", "cloud"], ["wifi", "far"], ["a", "b", "c"]
+
+LEARNT = Learnt("serial", True, 0.02, 0.02, 0.0, 0.01, 0.04, 4, 1, 2, 8, 0)
 
 
 def new(path, **values) -> ResultsFile:
@@ -45,7 +48,7 @@ def test_what_is_compared_runs_close_together_in_changing_order() -> None:
 def test_results_come_back_as_they_were(tmp_path) -> None:
     path = tmp_path / "run.jsonl"
     file = new(path)
-    first = result("pipesd", timeline=TIMELINE)
+    first = result("pipesd", timeline=TIMELINE, learnt=LEARNT)
     failed = result("cloud", error="the broker ended", tokens=())
     file.add(first)
     file.add(failed)

@@ -25,6 +25,7 @@ from edge_agent.bench.report import (
 from edge_agent.bench.summary import compared, differences, summarise
 from edge_agent.bench.svg import Bar, bars, gantt, lost_drafts, nice_ticks, typical_round
 from edge_agent.bench.watch import DRAFT, VERDICT, Span
+from edge_agent.core.sending import Learnt
 from tests.edge_agent.bench_results import TIMELINE, result, settings
 
 RESULTS = [
@@ -62,6 +63,16 @@ def test_the_table_has_a_line_for_each_policy_in_columns() -> None:
     assert texts["vanilla"]["best"] == "best"
     assert texts["cloud"]["acceptance"] == texts["cloud"]["kept"] == "-"
     assert texts["local"]["best"] == texts["local"]["bytes"] == texts["local"]["forwards"] == "-"
+
+
+def test_what_planning_took_and_the_cost_model_are_told() -> None:
+    link = Learnt("pipelined", True, 0.065, 0.015, 0.0, 0.01, 0.04, 4, 1, 2, 8, 0)
+    cells = [result("pipesd", planning_s=0.002, learnt=link), result("cloud")]
+    assert remarks(summarise(cells, ["cloud", "pipesd"], ["4g"])) == [
+        "planning and estimating: 0.20 % of the time at most",
+        "link as pipesd measured it: 65.0 ms there and back, busy for 15.0 ms a message "
+        "(pipelined cost model)",
+    ]
 
 
 def test_what_disturbed_a_measurement_is_said() -> None:

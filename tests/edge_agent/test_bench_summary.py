@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edge_agent.bench.summary import compared, differences, quartiles, summarise
+from edge_agent.core.sending import Learnt
 from tests.edge_agent.bench_results import TOKENS, result
 
 POLICIES = ["pipesd", "vanilla", "hsl", "cloud", "local"]
@@ -119,3 +122,27 @@ def test_texts_that_differ_are_found_where_they_part() -> None:
     ]
     assert str(found[0]) == ("prompt a: pipesd in 4g and cloud in 4g differ from token 7 on")
     assert compared(results) == 6
+
+
+LINK = Learnt("pipelined", True, 0.065, 0.015, 0.0, 0.01, 0.04, 4, 1, 2, 8, 0)
+
+
+def test_planning_is_a_share_of_the_time_and_the_link_the_median_of_its_model() -> None:
+    cells = [
+        result("pipesd", prompt=name, planning_s=0.002, learnt=link)
+        for name, link in {
+            "a": LINK,
+            "b": replace(LINK, alpha=0.075),
+            "c": replace(LINK, model="serial", alpha=9.0),
+            "d": replace(LINK, known=False, alpha=9.0),
+        }.items()
+    ]
+    (row,) = summarise(cells, ["pipesd"], ["4g"])
+    assert row.planning_share == pytest.approx(0.002)
+    assert row.link_model == "pipelined"
+    assert (row.alpha_ms, row.occupancy_ms) == (pytest.approx(70.0), pytest.approx(15.0))
+
+
+def test_where_nothing_measured_the_link_nothing_is_said_of_it() -> None:
+    (row,) = summarise([result("cloud")], ["cloud"], ["4g"])
+    assert row.link_model is row.alpha_ms is row.occupancy_ms is None

@@ -6,7 +6,9 @@ import pytest
 
 from edge_agent.bench import watch as lanes
 from edge_agent.bench.link_model import Passage
-from edge_agent.bench.watch import MAX_EVENTS, Span, Watch
+from edge_agent.bench.watch import MAX_EVENTS, PlanningTime, Span, Watch
+from edge_agent.core.policies import SEND_PLANNED
+from edge_agent.core.sending import Sending
 
 
 def draft(watch: Watch, position: int, *, awaiting: bool, at: float = 0.0, took: float = 0.01):
@@ -109,3 +111,15 @@ def test_the_timeline_is_bounded() -> None:
     for position in range(MAX_EVENTS + 50):
         draft(watch, position, awaiting=False, at=position * 0.01)
     assert len(watch.timeline(0.0, [], [])) == MAX_EVENTS
+
+
+def test_planning_time_counts_what_the_session_decides_with_and_changes_nothing() -> None:
+    sending = Sending(SEND_PLANNED)
+    ticks = iter(range(1_000))
+    spent = PlanningTime(sending, clock=lambda: float(next(ticks)))
+    sending.sent(0.0, 2, (1, 2))
+    sending.judged((1, 2), 0.1, 0.05, 0.04)
+    sending.drafted(1, 0.01)
+    assert not sending.due()
+    assert spent.seconds == 4.0  # a tick each
+    assert sending.learnt.alpha == pytest.approx(0.05)

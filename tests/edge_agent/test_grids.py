@@ -94,7 +94,7 @@ def test_a_search_is_repeatable_and_its_seed_changes_it() -> None:
 
 def test_the_second_half_goes_where_the_first_did_well() -> None:
     """A smooth bowl: the share finds its bottom, or almost, where chance alone would not."""
-    bottom = {"r1": 0.2, "r2": 0.6, "min_survival": 0.05, "max_ahead": 12}
+    bottom = {"r1": 0.2, "r2": 0.6, "min_survival": 0.01, "max_ahead": 12, "ask_again": 4}
     grid = grid_of("pipesd")
 
     def judge(constants: dict[str, float]) -> float:

@@ -192,7 +192,7 @@ def test_the_command_writes_what_the_benchmark_reads(small, files, capsys) -> No
     for name, scenarios in found.items():
         assert set(scenarios) == {"wifi", "4g"}
         for constants in scenarios.values():
-            assert set(constants) == {"r1", "r2", "window", "min_survival", "max_ahead"}
+            assert set(constants) == {"r1", "r2", "window", *("min_survival", "max_ahead", "ask_again")}
             assert CONTENDERS[name].policy(found, "wifi")
     rows = json.loads(Path(table).read_text(encoding="utf-8"))
     assert len(rows) == 2 * sum(len(list(candidates(name))) for name in TUNED)
