@@ -62,6 +62,13 @@ class SlotTable(Generic[Storage]):
         """How many tokens ``slot`` has room for at present."""
         return self._capacities[slot]
 
+    def storage(self, slot: int) -> Storage:
+        """What ``slot`` holds its tokens in. Raises LocalProtocolError when it holds none."""
+        storage = self._storages[slot]
+        if storage is None:
+            raise LocalProtocolError(f"slot {slot} holds nothing: start at 0")
+        return storage
+
     def reserve(self, slot: int, keep: int, end: int) -> Storage:
         """The storage of ``slot``, cut to ``keep`` valid tokens and with room for ``end``.
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from cloud_verifier.engine.slots import BLOCK
+from cloud_verifier.engine.trees import depths
 
 NAME = "pipesd_packed"
 
@@ -83,6 +84,13 @@ class KeyValues:
             for source, goal in zip(mine, theirs, strict=True):
                 goal[:, :, :tokens] = source[:, :, :tokens]
 
+    def gather(self, start: int, path: Sequence[int]) -> None:
+        """Move what lies at ``start + path[i]`` to ``start + i``; ``path`` rises."""
+        for layer in self.layers:
+            for stored in layer:
+                places = torch.tensor(path, device=stored.device) + start
+                stored[:, :, start : start + len(path)] = stored.index_select(2, places)
+
 
 class Masks:
     """Additive masks (0 or -inf), cut as views from one table for each (groups, window).
@@ -109,6 +117,11 @@ class Masks:
             self._tables[shape] = table, most
         return table[place * groups : (place + rows) * groups, most - before :]
 
+    def additive(self, hidden: Tensor, groups: int) -> Tensor:
+        """The mask of ``hidden``: bool[rows, keys] on the CPU."""
+        table = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        return table.repeat_interleave(groups, 0).to(self._device)
+
     def _build(self, groups: int, window: int | None, before: int) -> Tensor:
         # Filler rows see what the block's last row sees: a row that sees nothing would be NaN.
         query = torch.arange(BLOCK + _FILLER).clamp_(max=BLOCK - 1)[:, None]
@@ -116,18 +129,26 @@ class Masks:
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        table = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
-        return table.repeat_interleave(groups, 0).to(self._device)
+        return self.additive(hidden, groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One session's rows of the packed batch: ``rows`` from ``start``, at position ``first``."""
+    """One session's rows of the packed batch: ``rows`` from ``start``, stored from ``first`` on.
+
+    ``parents``: of a tree in the last rows, see ``Work.parents``. Its tokens are stored one behind
+    the other, while their positions follow from their depths.
+    """
 
     store: KeyValues
     start: int
     rows: int
     first: int
+    parents: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.first + self.rows
 
 
 class _Piece(NamedTuple):
@@ -174,20 +195,24 @@ class Step:
         shape = (layer.groups, layer.window)
         if shape not in self._tiles:
             self._tiles[shape] = [
-                self._tile(segment.store, piece, layer)
+                self._tile(segment, piece, layer)
                 for segment in self.segments
                 for piece in _cut_segment(segment, layer.groups)
             ]
         return self._tiles[shape]
 
-    def _tile(self, store: KeyValues, piece: _Piece, layer: Layer) -> _Tile:
+    def _tile(self, segment: Segment, piece: _Piece, layer: Layer) -> _Tile:
+        if segment.parents:
+            return _tree_tile(segment, piece, layer, self.masks)
         block, place = divmod(piece.position, BLOCK)
         before = block * BLOCK
         if layer.window is not None:
             before = min(before, -(-(layer.window - 1) // BLOCK) * BLOCK)
         start = block * BLOCK - before
         mask = self.masks.cut(layer, place, piece.padded, before)
-        return _Tile(store, piece.start, piece.rows, piece.padded, start, before + BLOCK, mask)
+        return _Tile(
+            segment.store, piece.start, piece.rows, piece.padded, start, before + BLOCK, mask
+        )
 
 
 def _cut_segment(segment: Segment, groups: int) -> list[_Piece]:
@@ -205,6 +230,39 @@ def _cut_segment(segment: Segment, groups: int) -> list[_Piece]:
         pieces.append(_Piece(start, rows, _with_filler(rows, groups), position))
         position = stop
     return pieces
+
+
+def _tree_tile(segment: Segment, piece: _Piece, layer: Layer, masks: Masks) -> _Tile:
+    """As ``Step._tile`` where a token sees the trunk and, of the tree, its own ancestors."""
+    nodes = len(segment.parents)
+    trunk = segment.end - nodes  # where the tree is stored
+    places = torch.arange(segment.end)
+    places[trunk:] = trunk + torch.tensor(depths(segment.parents))
+    ancestors = torch.eye(nodes, dtype=torch.bool)
+    for node, parent in enumerate(segment.parents):
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+
+    # Filler rows see what the piece's last row sees: a row that sees nothing would be NaN.
+    query = torch.arange(piece.position, piece.position + piece.padded)
+    query.clamp_(max=piece.position + piece.rows - 1)
+    key_end = (piece.position // BLOCK + 1) * BLOCK
+    key_start = 0
+    if layer.window is not None:
+        first_seen = int(places[query].min()) - layer.window + 1
+        key_start = max(0, first_seen // BLOCK * BLOCK)
+    key = torch.arange(key_start, key_end)
+    hidden = key[None] > query[:, None]
+    valid = key < segment.end
+    in_tree = valid & (key >= trunk)
+    for row, stored in enumerate(query.tolist()):
+        if stored >= trunk:
+            hidden[row, in_tree] |= ~ancestors[stored - trunk, key[in_tree] - trunk]
+        if layer.window is not None:
+            hidden[row, valid] |= places[key[valid]] <= places[stored] - layer.window
+    mask = masks.additive(hidden, layer.groups)
+    keys = key_end - key_start
+    return _Tile(segment.store, piece.start, piece.rows, piece.padded, key_start, keys, mask)
 
 
 def _with_filler(rows: int, groups: int) -> int:

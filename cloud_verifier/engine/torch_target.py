@@ -25,6 +25,7 @@ from cloud_verifier.engine.slots import SlotTable
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_attention import KeyValues, Masks, Segment, Step
 from cloud_verifier.engine.torch_sampling import choose_many
+from cloud_verifier.engine.trees import choice_positions, offsets, trunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -154,10 +155,12 @@ class TorchTarget:
     def free(self, slot: int) -> None:
         """Give the memory of a slot back; what it held is forgotten."""
         self._slots.free(slot)
+        self._trees.pop(slot, None)
 
     def close(self) -> None:
         """Drop model and slots; nothing may be asked afterwards. Twice is once."""
         self._slots.free_all()
+        self._trees.clear()
         self._model = None
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
@@ -169,8 +172,7 @@ class TorchTarget:
         finished = False
         try:
             logits = self.logits(batch)
-            asked = [(work.choices, work.position, work.sampling) for work in batch]
-            chosen = choose_many(logits, asked) if len(logits) else [[] for _ in batch]
+            chosen = _choices(logits, batch)
             finished = True
         except PipesdError:
             raise
@@ -184,7 +186,7 @@ class TorchTarget:
             # Also after KeyboardInterrupt: half-written K/V must not be taken for valid.
             if not finished:
                 for work in batch:
-                    self._slots.free(work.slot)
+                    self.free(work.slot)
         return chosen
 
     @torch.inference_mode()
@@ -196,18 +198,33 @@ class TorchTarget:
         segments: list[Segment] = []
         for work in batch:
             start, count = len(ids), len(work.tokens)
-            end = work.keep + count
-            store = self._slots.reserve(work.slot, work.keep, end)
-            segments.append(Segment(store, start, count, work.keep))
+            self._settle(work)
+            store = self._slots.reserve(work.slot, work.keep, work.keep + count)
+            segments.append(Segment(store, start, count, work.keep, work.parents or ()))
             ids += work.tokens
-            positions += range(work.keep, end)
+            positions += (work.keep + offset for offset in offsets(work))
             asked += range(start + count - work.choices, start + count)
         step = Step(segments, self._masks, self.layers)
         filler = max(step.rows_needed(), torch_linear.MIN_ROWS) - len(ids)
         rows = self._run(ids + [0] * filler, positions + [0] * filler, asked, step)
         for work in batch:
-            self._slots.commit(work.slot, work.keep + len(work.tokens))
+            self._slots.commit(work.slot, work.keep + trunk(work))
+            if work.parents:
+                self._trees[work.slot] = work.parents
         return rows
+
+    def _settle(self, work: Work) -> None:
+        """Make the accepted path of the slot's last tree a part of its chain, and forget the rest.
+
+        What is stored was computed at its final position already; only its place changes.
+        """
+        slot = work.slot
+        self._trees.pop(slot, None)
+        length = self._slots.length(slot)
+        path = work.path[: max(0, work.keep - length)]
+        if path:
+            self._slots.storage(slot).gather(length, path)
+            self._slots.commit(slot, length + len(path))
 
     def _run(self, ids: list[int], positions: list[int], asked: list[int], step: Step) -> Tensor:
         inputs: dict[str, Any] = {
@@ -263,6 +280,20 @@ class TorchTarget:
                 f"{self.name} is not computed as transformers does (logits differ by "
                 f"{difference:.3g} deviations): give another target model"
             )
+
+
+def _choices(logits: Tensor, batch: Sequence[Work]) -> list[list[int]]:
+    """The tokens chosen for each work from its rows of ``logits``."""
+    if not len(logits):
+        return [[] for _ in batch]
+    asked: list[tuple[int, int, Sampling]] = []
+    for work in batch:
+        if work.parents:  # each of its rows has a position of its own
+            asked += ((1, position, work.sampling) for position in choice_positions(work))
+        else:
+            asked.append((work.choices, work.position, work.sampling))
+    tokens = iter(token for row in choose_many(logits, asked) for token in row)
+    return [[next(tokens) for _ in range(work.choices)] for work in batch]
 
 
 def _context_of(model: PreTrainedModel, wanted: int | None) -> int:

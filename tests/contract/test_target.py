@@ -24,6 +24,7 @@ from cloud_verifier.engine.llama_target import LlamaTarget
 from cloud_verifier.engine.scripted_target import ScriptedTarget
 from cloud_verifier.engine.target import Target, Work
 from cloud_verifier.engine.torch_sampling import choose
+from cloud_verifier.engine.trees import depths, lineage
 from tests import gguf_models
 from tests.tiny_models import CONTEXT, FAMILIES, ROWS, VOCAB, model_of, plain_logits, target_of
 
@@ -253,6 +254,162 @@ def test_company_changes_nothing(company: str, plans: list[Plan], late: list[int
         for work, chosen in zip(batch, target.forward(batch), strict=True):
             together[work.slot].append(chosen)
     assert together == alone
+
+
+# Trees
+
+
+def chain_choices(
+    target: Target, prompt: Sequence[int], branch: Sequence[int], position: int, sampling: Sampling
+) -> list[int]:
+    """What the target chooses after the prompt and each token of one branch, in slot 7."""
+    work = Work(7, 0, (*prompt, *branch), 1 + len(branch), position, sampling)
+    return target.forward([work])[0]
+
+
+def check_tree(
+    target: Target,
+    prompt: Sequence[int],
+    parents: tuple[int, ...],
+    drafted: Sequence[int],
+    sampling: Sampling,
+    *,
+    pending: int = 1,
+    company: Sequence[Work] = (),
+) -> None:
+    """A tree in slot 2 against its chains; ``pending`` tokens of the prompt are fed with it."""
+    held = len(prompt) - pending
+    if held:
+        prefill(target, 2, prompt[:held])
+    tokens = (*prompt[held:], *drafted)
+    tree = Work(2, held, tokens, 1 + len(parents), 5, sampling, parents)
+    found = target.forward([*company, tree])[len(company)]
+    leaves = set(range(len(parents))) - set(parents)
+    for leaf in leaves or {-1}:
+        path = lineage(parents, leaf)
+        expected = chain_choices(target, prompt, [drafted[node] for node in path], 5, sampling)
+        assert [found[0], *(found[1 + node] for node in path)] == expected
+
+
+TREES = {
+    "two branches": (-1, 0, 1, 0, 3),
+    "two roots": (-1, -1, 0, 1),
+    "nested": (-1, 0, 0, 1, 1, 2, 5, 5, -1, 8),
+    "a chain": (-1, 0, 1, 2),
+    "only leaves": (-1, -1, -1),
+    "no draft": (),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+@pytest.mark.parametrize("parents", TREES.values(), ids=TREES.keys())
+def test_a_tree_gives_what_its_chains_give(
+    target: Target, parents: tuple[int, ...], sampling: Sampling
+) -> None:
+    # The second prompt ends before a block of K/V, the third within the first windows.
+    for length in (40, 62, 3):
+        check_tree(
+            target, sequence_of(length, 20), parents, sequence_of(len(parents), 21), sampling
+        )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[int, ...]:
+    count = draw(st.integers(1, 14))
+    return tuple(draw(st.integers(-1, node - 1)) for node in range(count))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    parents=trees(),
+    path_seed=st.integers(0, 10**6),
+    length=st.integers(1, 100),
+    pending=st.integers(1, 3),
+    beside=st.integers(0, 3),
+)
+@pytest.mark.parametrize("engine", SUBJECTS)
+def test_generation_goes_on_exactly_behind_a_tree(
+    engine: str, parents: tuple[int, ...], path_seed: int, length: int, pending: int, beside: int
+) -> None:
+    target = shared_target(engine)
+    prompt = sequence_of(length, 22)
+    drafted = sequence_of(len(parents), 23)
+    company = [Work(slot, 0, tuple(sequence_of(9, slot)), 2, 0, PLAIN) for slot in (1, 3, 5)]
+    check_tree(
+        target,
+        prompt,
+        parents,
+        drafted,
+        PLAIN,
+        pending=min(pending, length),
+        company=company[:beside],
+    )
+    draw = random.Random(path_seed)
+    path = lineage(parents, draw.randrange(-1, len(parents)))
+    path = path[: draw.randint(0, len(path))]
+    keep = length + len(path) - draw.choice((0, 0, 0, 1)) * bool(path)
+    text = [*prompt, *(drafted[node] for node in path)][:keep]
+    # Another tree right behind, then a chain.
+    second = (-1, 0, 0, 1)
+    more = sequence_of(5, 24)
+    work = Work(2, keep, tuple(more), 5, 9, PLAIN, second, tuple(path))
+    [found] = target.forward([work])
+    for leaf in (2, 3):
+        branch = lineage(second, leaf)
+        expected = chain_choices(
+            target, [*text, more[0]], [more[1 + node] for node in branch], 9, PLAIN
+        )
+        assert [found[0], *(found[1 + node] for node in branch)] == expected
+    text += [more[0], more[1], more[3]]
+    [found] = target.forward([Work(2, len(text), (8, 9), 2, 12, PLAIN, path=(0, 2))])
+    assert found == chain_choices(target, [*text, 8], [9], 12, PLAIN)
+
+
+def test_a_choice_s_position_follows_from_its_depth(target: Target) -> None:
+    # Two children with one token: the same choice, with the noise of the same position.
+    prompt = tuple(sequence_of(10, 25))
+    for seed in range(20):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        [found] = target.forward([Work(2, 0, (*prompt, 4, 4), 3, 3, sampling, (-1, -1))])
+        assert found[1] == found[2]
+    assert depths((-1, -1, 1)) == [0, 0, 1]
+
+
+def test_without_a_path_the_tree_is_forgotten(target: Target) -> None:
+    prompt = sequence_of(10, 26)
+    target.forward([Work(2, 0, (*prompt, 4, 5, 6), 4, 3, PLAIN, (-1, 0, 0))])
+    with pytest.raises(LocalProtocolError, match="holds 10 tokens"):
+        target.forward([Work(2, 11, (7,), 1, 3, PLAIN)])
+    [found] = target.forward([Work(2, 10, (7,), 1, 3, PLAIN)])
+    assert found == chain_choices(target, [*prompt, 7], [], 3, PLAIN)
+    with pytest.raises(LocalProtocolError, match="no branch"):
+        target.forward([Work(2, 11, (7,), 1, 3, PLAIN, path=(0,))])
+
+
+@pytest.mark.parametrize(
+    ("parents", "tokens", "choices", "word"),
+    [
+        ((-1, 1), 3, 3, "before its parent"),
+        ((-1, 2, 1), 4, 4, "before its parent"),
+        ((-2, 0), 3, 3, "before its parent"),
+        ((-1, 0), 3, 2, "ask after each"),
+        ((-1, 0, 1, 2), 4, 4, "one must stand before"),
+    ],
+)
+def test_illegal_trees_raise(
+    target: Target, parents: tuple[int, ...], tokens: int, choices: int, word: str
+) -> None:
+    prefill(target, 0, sequence_of(5, 27))
+    with pytest.raises(LocalProtocolError, match=word) as caught:
+        target.forward([Work(0, 5, (1, 2, 3, 4)[:tokens], choices, 0, PLAIN, parents)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", [(1,), (0, 0), (0, 2), (0, 1, 1), (-1,), (3,)])
+def test_a_path_that_is_no_branch_raises(target: Target, path: tuple[int, ...]) -> None:
+    target.forward([Work(0, 0, (1, 2, 3, 4), 4, 0, PLAIN, (-1, 0, -1))])
+    with pytest.raises(LocalProtocolError, match="no branch"):
+        target.forward([Work(0, 1, (5,), 1, 0, PLAIN, path=path)])
 
 
 def test_padded_rows_never_win(name: str, subject: Subject) -> None:
