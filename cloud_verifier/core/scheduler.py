@@ -15,10 +15,15 @@ from cloud_verifier.core.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``forward_tokens``: tokens in one forward; ``prefill_tokens``: of one session's prefill."""
+    """``forward_tokens``: tokens in one forward; ``prefill_tokens``: of one session's prefill.
+
+    ``unasked_tokens``: in a forward that nobody waits for. It is kept short, because who asks
+    meanwhile waits for its end.
+    """
 
     forward_tokens: int = 1024
     prefill_tokens: int = 256
+    unasked_tokens: int = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +60,12 @@ def next_batch(
 
     room = limits.forward_tokens
     awaited = bool(ready) and ready[0].triggered
+    spare = 0 if awaited else limits.unasked_tokens
     for session in ready:
         if room < 1:
             break
-        if awaited and session.wants_choice and not session.triggered:
+        unasked = session.wants_choice and not session.triggered
+        if unasked and spare < 1:
             continue
         place = slots.acquire(session, may_take if session.triggered else _take_nothing)
         if place is None:
@@ -66,9 +73,12 @@ def next_batch(
         slot, loser = place
         if loser is not None:
             loser.cached = 0
-        plan = session.plan(min(room, max(limits.prefill_tokens, 1)))
+        most = min(room, max(limits.prefill_tokens, 1))
+        plan = session.plan(min(most, spare) if unasked else most)
         if plan is None:
             continue
+        if unasked:
+            spare -= len(plan.tokens)
         seated.add(session)
         seats.append(Seat(session, slot, plan))
         room -= len(plan.tokens)

@@ -33,7 +33,7 @@ VERIFIER_ID = "replayed"
 #: Tokens that prompt and text may have together; a trace's text never reaches it.
 CONTEXT = 1 << 30
 #: As the real one's (its Limits and its session's constants).
-FORWARD_TOKENS, PREFILL_TOKENS = 1024, 256
+FORWARD_TOKENS, PREFILL_TOKENS, UNASKED_TOKENS = 1024, 256, 32
 MAX_PENDING, MAX_ROUNDS, MAX_REPEATS, RESYNC_INTERVAL = 1024, 64, 32, 0.25
 MAX_ARRIVALS, MAX_UNHEARD = 64, 64
 
@@ -170,6 +170,8 @@ class _Session:
         if self._finish is not None:
             return None
         budget = min(FORWARD_TOKENS, PREFILL_TOKENS)
+        if self._may_go_on and not self._triggered:
+            budget = min(budget, UNASKED_TOKENS)
         missing = self.length - self.cached
         if missing > budget or not (self._triggered or self._may_go_on):
             fed = min(budget, missing - 1)

@@ -131,9 +131,10 @@ class LinkEstimator:
 
     ``sent`` for every message on the link (whatever it carries, or the waiting of the next is laid
     to the wrong cause), ``answered`` for those with an answer. Sizes are in the unit that beta is
-    to be per: tokens, or bytes. ``prior`` holds until there are samples, its beta (and later
-    the last one measured) whenever all messages have the same size: from one size alone beta cannot
-    be told from alpha. ``window``: samples, 128 by default. Raises ConfigError.
+    to be per: tokens, or bytes. ``prior`` holds until there are samples, its cost model (where it
+    has propagation) until they contradict it, its beta (and later the last one measured) whenever
+    all messages have the same size: from one size alone beta cannot be told from alpha. ``window``:
+    samples, 128 by default. Raises ConfigError.
 
     While the link is never idle its pace tells occupancy and beta, but nothing tells propagation:
     it may then come out as none, which changes no plan.
@@ -148,8 +149,12 @@ class LinkEstimator:
         self.probes = 0
         self._samples = Samples(window)
         self._fit = Fit(prior.alpha, prior.beta, 0.0, beta_known=False)
-        self._share: float | None = None  # of alpha that keeps the link busy; None: unknown
-        self._undecided = True  # it was not chosen yet, or for another link, or from too little
+        # Of alpha, what keeps the link busy; None: unknown. And whether it was not chosen yet, or
+        # for another link, or from too little. A prior that tells it was measured before.
+        self._share: float | None = None
+        if prior.propagation > 0.0:
+            self._share = prior.occupancy / prior.alpha
+        self._undecided = self._share is None
         self._beta_prior = prior.beta
         self._uploads: deque[_Upload] = deque(maxlen=MAX_UPLOADS)
         self._next_ticket = 0

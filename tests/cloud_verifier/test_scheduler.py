@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.messages import VERIFY_EAGER
+from broker.messages import VERIFY_EAGER, DraftBatch
 from cloud_verifier.core.scheduler import Limits
 from tests.cloud_verifier.hand import PROMPT, Hand, attached, continuation
 
@@ -149,3 +149,27 @@ def test_what_nobody_waits_for_takes_nobodys_slot() -> None:
     hand.ask("c", 5, verify=False)
     assert hand.run() == 0
     assert hand.core.slots.evictions == 0
+
+
+def test_a_forward_that_nobody_waits_for_is_short_and_serves_all_in_turn() -> None:
+    devices = "abcdef"
+    hand = attached(*devices, limits=Limits(unasked_tokens=2))
+    for device in devices:
+        hand.receive(device, DraftBatch(1, 1, 0, (), None, True, True))
+    hand.finish(hand.forward())  # what was asked for
+    served: list[str] = []
+    for _ in range(6):
+        forward = hand.forward()
+        assert sum(len(seat.plan.tokens) for seat in forward.seats) == 2
+        served += hand.seated(forward)
+        hand.finish(forward)
+    assert sorted(served) == sorted(devices * 2)
+
+
+def test_a_newcomers_prefill_is_not_cut_short_by_that() -> None:
+    hand = attached("a", limits=Limits(unasked_tokens=2))
+    hand.receive("a", DraftBatch(1, 1, 0, (), None, True, True))
+    hand.finish(hand.forward())
+    hand.open("b", prompt=tuple(range(1, 50)))
+    forward = hand.forward()
+    assert {len(seat.plan.tokens) for seat in forward.seats} == {1, 48}

@@ -261,6 +261,25 @@ def test_messages_of_one_size_tell_alpha_alone(seconds) -> None:
     assert estimator.alpha == pytest.approx(seconds)
 
 
+def test_a_measured_cost_model_is_kept_until_it_is_contradicted() -> None:
+    """What one session measured with probes the next need not measure again."""
+    estimator = LinkEstimator(LinkCost(0.015, 0.05))
+    assert estimator.model == PIPELINED
+    now = 0.0
+    for _ in range(40):  # far apart: they say nothing about what keeps the link busy
+        estimator.answered(estimator.sent(now, 2), now + 0.065)
+        now += 1.0
+    assert estimator.model == PIPELINED
+    assert estimator.cost.occupancy == pytest.approx(0.015, rel=0.05)
+    for _ in range(80):  # each waits for the whole of the one before it
+        free = now
+        for ticket in (estimator.sent(now, 2), estimator.sent(now, 2)):
+            free += 0.065
+            estimator.answered(ticket, free)
+        now += 1.0
+    assert estimator.cost.occupancy == pytest.approx(0.065, rel=0.1)
+
+
 def test_a_prior_beta_that_cannot_be_gives_way() -> None:
     estimator = LinkEstimator(LinkCost(0.5, 0.0, 1.0))
     for count in range(50):
