@@ -153,7 +153,7 @@ def test_what_nobody_waits_for_takes_nobodys_slot() -> None:
 
 def test_a_forward_that_nobody_waits_for_is_short_and_serves_all_in_turn() -> None:
     devices = "abcdef"
-    hand = attached(*devices, limits=Limits(unasked_tokens=2))
+    hand = attached(*devices, slots=6, limits=Limits(unasked_tokens=2))
     for device in devices:
         hand.receive(device, DraftBatch(1, 1, 0, (), None, True, True))
     hand.finish(hand.forward())  # what was asked for
