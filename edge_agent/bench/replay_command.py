@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from broker.command import run
 from broker.errors import ConfigError
 from broker.settings import Parser, parse
-from edge_agent.bench.contenders import CONTENDERS, GROUPS, read_constants, select
-from edge_agent.bench.link import SCENARIOS, find_scenario
+from edge_agent.bench.contenders import (
+    CONTENDERS,
+    GROUPS,
+    Constants,
+    Contender,
+    read_constants,
+    select,
+)
+from edge_agent.bench.link import SCENARIOS, WIRES, Scenario, find_scenario
 from edge_agent.bench.replay import replay_all
 from edge_agent.bench.replay_result import Result
 from edge_agent.bench.traces import Trace, read_traces
@@ -50,6 +59,18 @@ def add_selection_flags(parser: argparse.ArgumentParser, policies: Sequence[str]
         default=DEFAULT_VERIFY,
         help=f"how the verifier serves policies that do not say it themselves ({DEFAULT_VERIFY})",
     )
+    parser.add_argument(
+        "--wire",
+        choices=WIRES,
+        help="ids: what is sent; full-probs: emulation, the uplink is charged as if each token "
+        "carried the draft's whole distribution (the scenario's own: ids)",
+    )
+
+
+def selected_scenarios(args: argparse.Namespace) -> list[Scenario]:
+    """On the wire that is asked for. Raises ConfigError."""
+    found = [find_scenario(name) for name in names(args.scenarios)]
+    return found if args.wire is None else [one.with_wire(args.wire) for one in found]
 
 
 def selected_traces(files: Sequence[str]) -> list[Trace]:
@@ -67,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--constants", metavar="FILE", help="constants by policy and scenario, from the tuning"
     )
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, no table")
     return parser
 
 
@@ -108,17 +130,47 @@ def _share(part: int, whole: int) -> str:
 def replay_command(args: argparse.Namespace) -> int:
     """Print the table."""
     contenders = select(names(args.policies))
-    scenarios = [find_scenario(name) for name in names(args.scenarios)]
+    scenarios = selected_scenarios(args)
     constants = read_constants(args.constants) if args.constants else {}
     traces = selected_traces(args.traces)
+    if args.json:
+        for scenario, one, results in _replays(contenders, scenarios, constants, traces, args):
+            print(json.dumps(as_dict(scenario, one, results)), flush=True)
+        return 0
     print(f"{len(traces)} texts, {sum(len(trace.tokens) for trace in traces)} tokens. {LEGEND}")
     print(f"{'scenario':11}{'policy':21}{HEADER}")
+    for scenario, one, results in _replays(contenders, scenarios, constants, traces, args):
+        print(f"{scenario.label:11}{one.name:21}{row(results)}", flush=True)
+    return 0
+
+
+def _replays(
+    contenders: Sequence[Contender],
+    scenarios: Sequence[Scenario],
+    constants: Constants,
+    traces: Sequence[Trace],
+    args: argparse.Namespace,
+) -> Iterator[tuple[Scenario, Contender, list[Result]]]:
     for scenario in scenarios:
         for one in contenders:
             policy = one.policy(constants, scenario.name)
-            results = replay_all(traces, policy, scenario, verify=args.verify)
-            print(f"{scenario.label:11}{one.name:21}{row(results)}", flush=True)
-    return 0
+            yield scenario, one, replay_all(traces, policy, scenario, verify=args.verify)
+
+
+def as_dict(scenario: Scenario, one: Contender, results: Sequence[Result]) -> dict[str, Any]:
+    """One row for ``--json``: totals, and ``tpt_ms`` per text in milliseconds."""
+    totals = ("tokens", "forwards", "drafted", "judged", "accepted", "proactive", "proactive_kept")
+    return {
+        "scenario": scenario.name,
+        "wire": scenario.wire,
+        "policy": one.name,
+        "tpt_ms": [round(1e3 * result.tpt_s, 3) for result in results],
+        "seconds": round(sum(result.seconds for result in results), 6),
+        **{name: sum(getattr(result, name) for result in results) for name in totals},
+        "bytes_up": sum(result.bytes_up for result in results),
+        "messages_up": sum(result.messages_up for result in results),
+        "forward_s": round(sum(result.forward_s for result in results), 6),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

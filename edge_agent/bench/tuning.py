@@ -28,9 +28,14 @@ from broker.settings import Parser, parse
 from edge_agent.bench.contenders import Constants, select
 from edge_agent.bench.files import check_writable, write_json
 from edge_agent.bench.grids import MAX_BUDGET, Search, constants_of, with_constants
-from edge_agent.bench.link import Scenario, find_scenario
+from edge_agent.bench.link import Scenario
 from edge_agent.bench.replay import replay_all
-from edge_agent.bench.replay_command import add_selection_flags, names, selected_traces
+from edge_agent.bench.replay_command import (
+    add_selection_flags,
+    names,
+    selected_scenarios,
+    selected_traces,
+)
 from edge_agent.bench.traces import Trace
 from edge_agent.core.config import DEFAULT_VERIFY
 
@@ -239,6 +244,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--processes", type=int, default=1, metavar="N", help="candidates at a time (1)"
     )
     parser.add_argument(
+        "--budget",
+        type=int,
+        metavar="N",
+        help="candidates for each policy in each scenario, drawn and refined (the whole grid)",
+    )
+    parser.add_argument(
         "--nice", type=int, default=0, metavar="N", help="how far to step back for others (0)"
     )
     return parser
@@ -263,7 +274,9 @@ class _Progress:
 def tuning_command(args: argparse.Namespace) -> int:
     """Tune, write, and print the best."""
     policies = [one.name for one in select(names(args.policies))]
-    scenarios = [find_scenario(name) for name in names(args.scenarios)]
+    scenarios = selected_scenarios(args)
+    if args.budget is not None and not 1 <= args.budget <= MAX_BUDGET:
+        raise ConfigError(f"--budget {args.budget} is outside 1 to {MAX_BUDGET}")
     if not 0 <= args.nice <= 19:
         raise ConfigError(f"--nice {args.nice} is outside 0 to 19")
     traces = selected_traces(args.traces)
@@ -277,6 +290,7 @@ def tuning_command(args: argparse.Namespace) -> int:
         scenarios,
         verify=args.verify,
         processes=args.processes,
+        budget=args.budget,
         progress=_Progress(),
     )
     write_json(args.out, found.best)
