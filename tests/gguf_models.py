@@ -14,9 +14,6 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from tests.tiny_models import _COMMON, CONTEXT, ROWS, VOCAB, WINDOW, model_of
 
-EOS = 11
-"""The end token that llama.cpp gives a byte-level vocabulary whose file names none."""
-
 #: llama.cpp's families, by the transformers model that has their weights.
 FAMILIES = ("llama", "gemma3")
 

@@ -27,6 +27,7 @@ from cloud_verifier.engine.batch import check_batch
 from cloud_verifier.engine.llama_library import complaint, forget_complaints, llama_library
 from cloud_verifier.engine.llama_passes import Window, plan
 from cloud_verifier.engine.llama_vocabulary import read_vocabulary
+from cloud_verifier.engine.prepare import end_ids
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.trees import branches, choice_positions, lineage, offsets, trunk
 
@@ -122,21 +123,21 @@ class LlamaTarget:
                 "give another model, or a newer llama-cpp-python"
             )
         try:
-            self._describe(context)
+            self._describe(header, context)
             self._open_context(_KV_TYPES[dtype], threads or os.cpu_count() or 1)
             self._try_out()
         except BaseException:
             self.close()
             raise
 
-    def _describe(self, context: int | None) -> None:
+    def _describe(self, header: GgufHeader, context: int | None) -> None:
         lib = self._lib
         vocabulary = read_vocabulary(lib, self._model)
         trained = int(lib.llama_model_n_ctx_train(self._model)) or DEFAULT_CONTEXT
         self.context = min(context or DEFAULT_CONTEXT, trained)
         self.vocab_size = vocabulary.vocab_size
         self.vocab_hash = vocabulary.vocab_hash
-        self.eos_ids = vocabulary.eos_ids
+        self.eos_ids = frozenset(end_ids(header))
         self._sampler = Sampler(self.vocab_size)
         self._width = vocabulary.rows
         self._lengths = [0] * self.max_slots  # valid tokens, those of a tree left out

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its tokens: how many, their hash, and which of them end a text."""
+"""What a GGUF file says of its tokens: how many, their hash, and which of them are text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _USER_DEFINED = 1 << 4  # LLAMA_TOKEN_ATTR_USER_DEFINED
 @dataclass(frozen=True, slots=True)
 class LlamaVocabulary:
     """``rows``: entries, padding included, which is also the length of the logits. ``texts``: of
-    the ``vocab_size`` entries that mean something. ``eos_ids``: tokens that end a text.
-    ``ordinary``: tokens that llama.cpp would take for such an end and the file does not."""
+    the ``vocab_size`` entries that mean something. ``ordinary``: tokens of ordinary text that
+    llama.cpp takes for the end of one."""
 
     rows: int
     texts: tuple[str, ...]
     vocab_hash: str
-    eos_ids: frozenset[int]
     ordinary: frozenset[int]
 
     @property
@@ -40,19 +39,17 @@ def read_vocabulary(lib: Any, model: Any) -> LlamaVocabulary:
     # Converters fill an embedding that has more rows than the tokenizer has tokens like this.
     while texts and texts[-1] in ("", f"[PAD{len(texts) - 1}]"):
         texts.pop()
-    ends = {int(lib.llama_vocab_eos(vocab)), int(lib.llama_vocab_eot(vocab))} - {-1}
-    suspected = {token for token in range(len(texts)) if lib.llama_vocab_is_eog(vocab, token)}
     # llama.cpp takes any token whose text looks like an end for one. Where the file says that it
     # is ordinary text (gemma: the HTML tag </s>), the file is right.
     ordinary = frozenset(
         token
-        for token in suspected - ends
-        if lib.llama_vocab_get_attr(vocab, token) & _USER_DEFINED
+        for token in range(len(texts))
+        if lib.llama_vocab_is_eog(vocab, token)
+        and lib.llama_vocab_get_attr(vocab, token) & _USER_DEFINED
     )
     return LlamaVocabulary(
         rows=rows,
         texts=tuple(texts),
         vocab_hash=hashed,
-        eos_ids=frozenset(ends | suspected) - ordinary,
         ordinary=ordinary,
     )

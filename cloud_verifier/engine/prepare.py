@@ -222,7 +222,7 @@ def _convert(source: Path, directory: Path, dtype_name: str) -> None:
     model.tie_weights()
     model.generation_config = library.GenerationConfig(
         bos_token_id=loaded.config.bos_token_id,
-        eos_token_id=_end_ids(header),
+        eos_token_id=end_ids(header),
         pad_token_id=loaded.config.pad_token_id,
     )
     model.save_pretrained(directory)
@@ -267,8 +267,11 @@ def _tokenizer(source: Path, header: GgufHeader) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _end_ids(header: GgufHeader) -> list[int]:
-    """Ids that end a text: those the file names, and control tokens known by their spelling."""
+def end_ids(header: GgufHeader) -> list[int]:
+    """Ids that end a text: those the file names, and control tokens known by their spelling.
+
+    For every engine, so that replicas of different engines end a text at the same token.
+    """
     metadata = header.metadata
     ends = {
         metadata[key]

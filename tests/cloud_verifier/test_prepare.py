@@ -188,10 +188,10 @@ class TestEndIds:
             token_type=(1, 3, 3, 4, 3),
         )
         # Id 3 is spelled like an end but is an ordinary HTML tag in this vocabulary.
-        assert prepare._end_ids(header) == [1, 2, 4]
+        assert prepare.end_ids(header) == [1, 2, 4]
 
     def test_a_file_that_names_none_has_none(self) -> None:
-        assert prepare._end_ids(self.header(tokens=["a"])) == []
+        assert prepare.end_ids(self.header(tokens=["a"])) == []
 
 
 def test_large_models_are_stored_in_half_the_space(
