@@ -20,6 +20,8 @@ from broker.command import Stopped
 from broker.errors import ConfigError
 from edge_agent.bench.cells import Cell, Result, ResultsFile, check_new, read_header
 from edge_agent.bench.choices import Choices
+from edge_agent.bench.fidelity import beside, drafting_pace
+from edge_agent.bench.fidelity import lines_of as lines_of_replays
 from edge_agent.bench.files import check_writable, replace_file, write_json
 from edge_agent.bench.flags import add_bench_flags
 from edge_agent.bench.html import page
@@ -187,10 +189,19 @@ def _record(
                 chosen.scenarios,
                 {name: len(ids) for name, ids in machines.prompts.items()},
             ),
+            pace=drafting_pace(results, chosen.scenarios),
             report=progress.step,
         )
         traces = list(recording.traces())
         replace_file(path, lambda part: write_traces(part, traces))
+        rows = beside(
+            results,
+            traces,
+            chosen.contenders,
+            chosen.scenarios,
+            chosen.constants,
+            verify=chosen.args.verify,
+        )
     except Stopped:
         progress.end()
         _how_to_go_on("stopped while recording", file)
@@ -198,6 +209,9 @@ def _record(
     finally:
         progress.end()
     progress.note(f"recorded: {path}")
+    if not chosen.args.json:
+        for line in lines_of_replays(rows):
+            print(line)
 
 
 # -- what comes out -------------------------------------------------------------------------------

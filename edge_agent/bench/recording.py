@@ -7,6 +7,7 @@ a link without emulation. Drafting is timed while nothing else runs.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,7 +116,8 @@ def enough(samples: Iterable[tuple[int, float]]) -> bool:
 class Recording:
     """Makes traces of ``prompts`` (token ids by name); ``texts`` and ``samples``: what is known.
 
-    ``alone`` is called for what is not. Raises PipesdError from ``traces``.
+    ``alone`` is called for what is not. ``pace``: median seconds to draft a token in the run, to
+    which the recorded times are scaled; None: they stay. Raises PipesdError from ``traces``.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Recording:
         *,
         texts: Mapping[str, Result] | None = None,
         samples: Sequence[tuple[int, float]] = (),
+        pace: float | None = None,
         report: Report | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -134,6 +137,7 @@ class Recording:
         self._alone = alone
         self._texts = dict(texts or {})
         self._samples = list(samples)
+        self._pace = pace
         self._report = report
         self._clock = clock
         self._begin = 0.0
@@ -155,10 +159,11 @@ class Recording:
         for length in measured:
             self._measure(length)
         forward = ForwardTable.from_samples(self._samples)
+        traces: list[Trace] = []
         for name, prompt in self._prompts.items():
-            trace = self._draft_along(name, prompt, forward)
+            traces.append(self._draft_along(name, prompt, forward))
             self._step(1, f"drafted along {name}")
-            yield trace
+        yield from traces if self._pace is None else _paced(traces, self._pace)
 
     @property
     def _longest(self) -> str:
@@ -202,3 +207,12 @@ class Recording:
             spent = self._clock() - self._begin
             left = spent * (self._total - self._done) / self._done
             self._report(self._done, self._total, what, left)
+
+
+def _paced(traces: Sequence[Trace], pace: float) -> Iterator[Trace]:
+    """With drafting times whose median over all texts is ``pace`` seconds."""
+    alone = statistics.median(seconds for trace in traces for seconds in trace.gammas)
+    share = pace / alone if alone > 0.0 else 1.0
+    for trace in traces:
+        gammas = tuple(round(share * seconds, 7) for seconds in trace.gammas)
+        yield replace(trace, gammas=gammas, prompt_seconds=round(share * trace.prompt_seconds, 7))

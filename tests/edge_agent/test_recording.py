@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -156,6 +157,17 @@ def test_a_rich_run_needs_only_the_draft(tmp_path) -> None:
             assert drafted == oracle(known, at, Sampling())[0], "drafted after the target's text"
     write_traces(tmp_path / "t.jsonl", traces)
     assert read_traces(tmp_path / "t.jsonl") == traces
+
+
+def test_drafting_times_are_those_of_the_run() -> None:
+    """Beside a target that shares the machine a draft takes longer than while it is recorded."""
+    results = [finished("cloud", name) for name in PROMPTS]
+    samples = [(1, 0.04)] * 3 + [(5, 0.05)] * 3 + [(9, 0.06)] * 3
+    recording = Recording(
+        pair(), PROMPTS, never, texts=texts_of(results), samples=samples, pace=0.02
+    )
+    gammas = [seconds for trace in recording.traces() for seconds in trace.gammas]
+    assert statistics.median(gammas) == pytest.approx(0.02, rel=1e-3)
 
 
 def test_missing_texts_are_written_by_the_target_alone() -> None:
