@@ -117,7 +117,7 @@ def _known() -> dict[str, Contender]:
         for one in (
             Contender("pipesd", SYSTEM, "both thresholds, sending and drafting ahead", "pipesd"),
             *(
-                Contender(f"pipesd-{name}", SYSTEM, note, "pipesd", _verified(name))
+                Contender(f"pipesd-{name}", ABLATION, note, "pipesd", _verified(name))
                 for name, note in modes
             ),
             Contender("vanilla", BASELINE, "fixed draft length, edge idle meanwhile", "vanilla"),
