@@ -15,7 +15,7 @@ import pytest
 from broker.errors import ConfigError
 from edge_agent.bench import grids
 from edge_agent.bench.contenders import CONTENDERS, read_constants
-from edge_agent.bench.grids import candidates, grid_of
+from edge_agent.bench.grids import candidates
 from edge_agent.bench.link import Scenario, find_scenario
 from edge_agent.bench.replay import replay_all
 from edge_agent.bench.traces import write_traces
@@ -192,7 +192,8 @@ def test_the_command_writes_what_the_benchmark_reads(small, files, capsys) -> No
     for name, scenarios in found.items():
         assert set(scenarios) == {"wifi", "4g"}
         for constants in scenarios.values():
-            assert set(constants) == {*("r1", "r2", "window"), *grid_of("pipesd")}
+            thresholds, rest = ("r1", "r2", "window"), ("min_survival", "max_ahead", "ask_again")
+            assert set(constants) == {*thresholds, *rest}
             assert CONTENDERS[name].policy(found, "wifi")
     rows = json.loads(Path(table).read_text(encoding="utf-8"))
     assert len(rows) == 2 * sum(len(list(candidates(name))) for name in TUNED)
