@@ -10,9 +10,8 @@ then sum a row in the same order in any company: on float32 and bfloat16 files n
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ import numpy.typing as npt
 
 from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError
 from broker.gguf_header import GgufHeader, read_header
-from broker.sampling import Sampler
+from broker.sampling import Sampler, Sampling
 from cloud_verifier.engine.batch import check_batch
 from cloud_verifier.engine.llama_library import complaint, forget_complaints, llama_library
 from cloud_verifier.engine.llama_passes import Window, plan
+from cloud_verifier.engine.llama_rows import ROWS, Rows
 from cloud_verifier.engine.llama_vocabulary import read_vocabulary
 from cloud_verifier.engine.prepare import end_ids
 from cloud_verifier.engine.target import Work
@@ -35,16 +35,21 @@ DEFAULT_CONTEXT = 2048
 """Tokens per slot unless told otherwise; llama.cpp allocates all slots' cells at once."""
 
 MAX_SLOTS = 256  # sequences that llama.cpp can tell apart
-ROWS = 128  # of one pass; more do not get faster on a processor
 SPARE = 32  # cells behind each slot's context, for rows that only fill a pass up
 
 _KV_TYPES = {"float32": 0, "bfloat16": 1}  # GGML_TYPE_F32, GGML_TYPE_F16
 _FLOAT_FILES = (0, 1, 32)  # general.file_type: all float32, float16, bfloat16
-# Rows go through in multiples of this. Weights of blocks that llama.cpp has laid out for itself are
-# multiplied with several rows at a time, and what is left over in another way.
-_FLOAT_ROWS, _BLOCK_ROWS = 1, 8
+# Weights of blocks that llama.cpp has laid out for itself are multiplied with several rows at a
+# time, and what is left over in another way: rows then go through in multiples of this.
+_BLOCK_ROWS = 8
+_PROBES = (*(1,) * 12, 3, 4, 5)  # tokens of works that are tried alone
 _LEAST_CHOICES = 2  # the output layer too sums a lone row in another order
 _FILLER = 0
+_GREEDY = Sampling()
+
+
+# Takes the number of a work in its batch, which of its choices, and the logits for it.
+_Take = Callable[[int, int, npt.NDArray[np.float32]], None]
 
 
 @dataclass(slots=True)
@@ -59,11 +64,11 @@ class _Leg:
 
 @dataclass(slots=True)
 class _Course:
-    """A work on its way through the passes. ``done``: tokens of the first of ``legs``."""
+    """Work ``number`` of a batch on its way through the passes. ``done``: tokens of the first of
+    ``legs`` that have run."""
 
     work: Work
-    positions: list[int]
-    chosen: list[int]
+    number: int
     legs: list[_Leg]
     done: int = 0
 
@@ -112,7 +117,7 @@ class LlamaTarget:
         self.max_slots = max_slots
         self._context: Any = None
         self._lib = lib = llama_library()
-        self._multiple = _row_multiple(header)
+        self._multiple = _BLOCK_ROWS
         forget_complaints()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -126,6 +131,7 @@ class LlamaTarget:
             self._describe(header, context)
             self._open_context(_KV_TYPES[dtype], threads or os.cpu_count() or 1)
             self._try_out()
+            self._multiple = self._find_multiple(header)
         except BaseException:
             self.close()
             raise
@@ -167,7 +173,7 @@ class LlamaTarget:
                 "lower --slots or --context"
             )
         self._memory = lib.llama_get_memory(self._context)
-        self._rows = _Rows(lib)
+        self._rows = Rows(lib)
 
     def _try_out(self) -> None:
         """Page the weights in before anybody waits for them, and try what verifying needs."""
@@ -192,6 +198,29 @@ class LlamaTarget:
             )
         lib.llama_memory_clear(self._memory, False)
 
+    def _find_multiple(self, header: GgufHeader) -> int:
+        """1 where rows keep their bits whatever their number, else ``_BLOCK_ROWS``.
+
+        Quantised files are tried, since it hangs on the processor too.
+        """
+        if header.metadata.get("general.file_type") in _FLOAT_FILES:
+            return 1
+        count = min(2 * sum(_PROBES), self.context)
+        tokens = [(13 + 7919 * i) % self.vocab_size for i in range(count)]
+        whole = self.logits(Work(0, 0, tuple(tokens), count, 0, _GREEDY))
+        self._multiple = 1
+        place = count - min(count, sum(_PROBES))
+        for probe in _PROBES:
+            piece = tuple(tokens[place : place + probe])
+            if piece:
+                rows = self.logits(Work(0, place, piece, len(piece), 0, _GREEDY))
+                if not np.array_equal(rows, whole[place : place + probe]):
+                    self._multiple = _BLOCK_ROWS
+                    break
+            place += probe
+        self.free(0)
+        return self._multiple
+
     def free(self, slot: int) -> None:
         """Forget what a slot holds."""
         self._lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
@@ -214,14 +243,36 @@ class LlamaTarget:
             raise LocalProtocolError("the target is closed")
         trees = {slot: tree.parents for slot, tree in self._trees.items()}
         check_batch(batch, self, self._lengths.__getitem__, trees)
+        positions = [choice_positions(work) for work in batch]
+        chosen = [[0] * work.choices for work in batch]
+
+        def choose(number: int, which: int, logits: npt.NDArray[np.float32]) -> None:
+            sampling = batch[number].sampling
+            position = positions[number][which]
+            chosen[number][which] = self._sampler.choose(logits, position, sampling)
+
+        self._work_through(batch, choose)
+        return chosen
+
+    def logits(self, work: Work) -> npt.NDArray[np.float32]:
+        """The forward of one work without the choice: float32[choices, vocab_size], unchecked."""
+        rows = np.empty((work.choices, self.vocab_size), dtype=np.float32)
+
+        def copy(_: int, which: int, logits: npt.NDArray[np.float32]) -> None:
+            rows[which] = logits[: self.vocab_size]
+
+        self._work_through([work], copy)
+        return rows
+
+    def _work_through(self, batch: Sequence[Work], take: _Take) -> None:
         finished = False
         try:
-            courses = [self._course(work) for work in batch]
+            courses = [self._course(work, number) for number, work in enumerate(batch)]
             running = {course.work.slot: course for course in courses}
             while running:
                 remaining = {s: len(c.legs[0].tokens) - c.done for s, c in running.items()}
                 window = plan(remaining, multiple=self._multiple, limit=ROWS, spare=SPARE)
-                self._run(window, running)
+                self._run(window, running, take)
                 running = {slot: course for slot, course in running.items() if course.legs}
             for work in batch:
                 self._note(work)
@@ -239,9 +290,8 @@ class LlamaTarget:
             if not finished:
                 for work in batch:
                     self.free(work.slot)
-        return [course.chosen for course in courses]
 
-    def _course(self, work: Work) -> _Course:
+    def _course(self, work: Work, number: int) -> _Course:
         """Cut the slot back to what stays valid, and lay out what is to run."""
         slot, base = work.slot, self._lengths[work.slot]
         tree = self._trees.get(slot)
@@ -271,7 +321,7 @@ class LlamaTarget:
                 legs[-1].asked += wanted
             else:
                 legs.append(_Leg(begin, tokens, wanted))
-        return _Course(work, choice_positions(work), [0] * work.choices, legs)
+        return _Course(work, number, legs)
 
     def _note(self, work: Work) -> None:
         """Remember what the slot of a finished work holds."""
@@ -284,8 +334,8 @@ class LlamaTarget:
             cached = tuple(lineage(work.parents, last))
             self._trees[slot] = _Tree(work.parents, drafted, cached)
 
-    def _run(self, window: Window, running: dict[int, _Course]) -> None:
-        """One pass over the weights, and the choices that follow from it."""
+    def _run(self, window: Window, running: dict[int, _Course], take: _Take) -> None:
+        """One pass over the weights; hands the logits that are asked for to ``take``."""
         rows = self._rows
         rows.clear()
         taken: list[tuple[_Course, int]] = []
@@ -318,9 +368,7 @@ class LlamaTarget:
         for slot in range(window.first, window.last + 1):
             self._lib.llama_memory_seq_rm(self._memory, slot, self._ends[slot], -1)
         for row, course, which in choices:
-            course.chosen[which] = self._sampler.choose(
-                self._logits(row), course.positions[which], course.work.sampling
-            )
+            take(course.number, which, self._logits(row))
         for course, count in taken:
             course.done += count
             if course.done == len(course.legs[0].tokens):
@@ -343,53 +391,3 @@ class LlamaTarget:
         if not pointer:
             raise ModelError(f"llama.cpp gave no logits for row {row}{complaint()}")
         return np.ctypeslib.as_array(pointer, (self._width,))
-
-
-class _Rows:
-    """llama.cpp's batch over arrays of its own: up to ``ROWS`` rows of one sequence each."""
-
-    def __init__(self, lib: Any) -> None:
-        self.count = 0
-        self._tokens = (ctypes.c_int32 * ROWS)()
-        self._positions = (ctypes.c_int32 * ROWS)()
-        self._slots = (ctypes.c_int32 * ROWS)()
-        self._asked = (ctypes.c_int8 * ROWS)()
-        self._ones = (ctypes.c_int32 * ROWS)(*[1] * ROWS)
-        each = ctypes.POINTER(ctypes.c_int32)
-        self._lists = (each * ROWS)()
-        for row in range(ROWS):
-            item = ctypes.c_int32.from_buffer(self._slots, 4 * row)
-            self._lists[row] = ctypes.pointer(item)
-        self.batch = lib.llama_batch(
-            n_tokens=0,
-            token=self._tokens,
-            embd=None,
-            pos=self._positions,
-            n_seq_id=self._ones,
-            seq_id=self._lists,
-            logits=self._asked,
-        )
-
-    def clear(self) -> None:
-        self.count = self.batch.n_tokens = 0
-
-    def add(self, slot: int, position: int, token: int, *, ask: bool) -> None:
-        row = self.count
-        self._slots[row] = slot
-        self._positions[row] = position
-        self._tokens[row] = token
-        self._asked[row] = ask
-        self.count = self.batch.n_tokens = row + 1
-
-    def ask_more(self, count: int) -> None:
-        """Ask for the logits of ``count`` more rows, whichever; there are enough."""
-        for row in range(self.count):
-            if count <= 0:
-                return
-            if not self._asked[row]:
-                self._asked[row] = 1
-                count -= 1
-
-
-def _row_multiple(header: GgufHeader) -> int:
-    return _FLOAT_ROWS if header.metadata.get("general.file_type") in _FLOAT_FILES else _BLOCK_ROWS

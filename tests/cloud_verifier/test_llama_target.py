@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from broker.sampling import Sampling
 from cloud_verifier import reference
 from cloud_verifier.engine import llama_library, llama_prepare
 from cloud_verifier.engine.llama_passes import LEAST, Window, plan
-from cloud_verifier.engine.llama_target import ROWS, SPARE, LlamaTarget
+from cloud_verifier.engine.llama_rows import ROWS
+from cloud_verifier.engine.llama_target import SPARE, LlamaTarget
 from cloud_verifier.engine.llama_text import LlamaText
 from cloud_verifier.engine.target import Work
 from tests import gguf_models, tiny_gguf
@@ -102,6 +104,25 @@ def test_not_a_bit_changes_with_the_cuts_or_the_company(
     found = recorder.take()
     assert len(found) == start
     assert all(np.array_equal(a, b) for a, b in zip(found, whole, strict=False))
+
+
+@pytest.mark.parametrize("ftype", [1, 2, 7], ids=["f16", "q4_0", "q8_0"])
+def test_files_of_other_types_keep_their_bits(ftype: int, tmp_path: Path) -> None:
+    lib = llama_library.llama_library()
+    settings = lib.llama_model_quantize_default_params()
+    settings.ftype = ftype
+    path = tmp_path / "other.gguf"
+    source = bytes(gguf_models.gguf_of("llama"))
+    assert lib.llama_model_quantize(source, bytes(path), ctypes.byref(settings)) == 0
+    target = LlamaTarget(path, threads=1, max_slots=4)
+    text = sequence_of(60, 4)
+    whole = target.logits(Work(2, 0, tuple(text), 60, 0, GREEDY))
+    place = 0
+    for cut in (1, 2, 1, 7, 13, 1, 35):
+        rows = target.logits(Work(1, place, tuple(text[place : place + cut]), cut, 0, GREEDY))
+        assert np.array_equal(rows, whole[place : place + cut])
+        place += cut
+    target.close()
 
 
 def test_company_that_fills_its_context_and_beyond_one_pass() -> None:
