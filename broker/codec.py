@@ -45,7 +45,7 @@ _VERIFIER_STATUS, _DEVICE_STATUS = 16, 17
 
 def _open_fields(message: SessionOpen) -> list[Any]:
     sampling = message.sampling
-    return [
+    fields: list[Any] = [
         message.attach,
         message.prompt,
         message.committed,
@@ -60,6 +60,9 @@ def _open_fields(message: SessionOpen) -> list[Any]:
         message.vocab_hash,
         message.verify,
     ]
+    if message.ask:
+        fields.append(True)
+    return fields
 
 
 def _open_from(fields: list[Any]) -> SessionOpen:
@@ -68,7 +71,7 @@ def _open_from(fields: list[Any]) -> SessionOpen:
         if type(value) is not int:
             raise TypeError("top_k and seed are integers")
     fields[3] = Sampling(float(temperature), top_k, float(top_p), float(min_p), seed)
-    return SessionOpen(*fields[:7])
+    return SessionOpen(*fields[:8])
 
 
 #: In the place of ``verify``: true, and the target may write on.

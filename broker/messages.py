@@ -80,7 +80,8 @@ class SessionOpen:
     """Edge to any verifier: take this session on, from prompt and what is committed so far.
 
     ``attach`` counts the edge's attachments of this session from 1. ``vocab_hash`` is that of the
-    draft's tokenizer (broker.vocabulary). ``verify``: one of VERIFY_MODES, a wish.
+    draft's tokenizer (broker.vocabulary). ``verify``: one of VERIFY_MODES, a wish. ``ask``: the
+    token after all that is wanted too, as by an empty DraftBatch with ``verify``.
     """
 
     attach: int
@@ -90,6 +91,7 @@ class SessionOpen:
     max_tokens: int
     vocab_hash: str
     verify: str = VERIFY_TRIGGERED
+    ask: bool = False
 
     def __post_init__(self) -> None:
         _count("attach", self.attach)
@@ -105,6 +107,8 @@ class SessionOpen:
         _text("vocab_hash", self.vocab_hash, 64)
         if self.verify not in VERIFY_MODES:
             raise LocalProtocolError(f"verify {self.verify!r} is none of {VERIFY_MODES}")
+        if type(self.ask) is not bool:
+            raise LocalProtocolError("ask is true or false")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 #: Messages that may wait for one generation; more means that its thread hangs in the draft model.
 MAX_INBOX = 1024
 #: Tokens of a prompt that the draft model evaluates between two looks at the inbox.
-PREFILL_TOKENS = 128
+PREFILL_TOKENS = 32
 #: Seconds for which a generation waits for the link before it begins with the draft's prefill.
 LINK_PATIENCE = 0.25
 

@@ -89,7 +89,9 @@ class VerifierSession:
         self._dead = False  # this epoch contradicts what is committed
         self._pending: list[int] = []
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=MAX_ARRIVALS)  # end, now
-        self._verify_to = -1  # judge up to this position
+        # Asked for by the opening, which no epoch takes back: the token at this position.
+        self._first_asked = len(self.committed) if opened.ask else -1
+        self._verify_to = self._first_asked  # judge up to this position
         self._heard_to = len(self.committed)  # the furthest position that the edge spoke of
         self._go_on = False  # whether the target may write on by itself
         self._rounds: deque[Verdict] = deque(maxlen=MAX_ROUNDS)
@@ -333,7 +335,7 @@ class VerifierSession:
     def _drop_pending(self) -> None:
         self._pending.clear()
         self._arrivals.clear()
-        self._verify_to = -1
+        self._verify_to = self._first_asked
 
     def _ask_resync(self, have: int, now: float) -> None:
         epoch, last, when = self._last_resync

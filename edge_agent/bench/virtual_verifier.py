@@ -148,7 +148,8 @@ class _Session:
         self._pending: list[int] = []
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=MAX_ARRIVALS)
         self._running: tuple[int, float | None] = (0, None)  # epoch and arrival of what is judged
-        self._verify_to = -1
+        self._first_asked = self._committed if opened.ask else -1
+        self._verify_to = self._first_asked
         self._heard_to = self._committed
         self._go_on = False
         self._rounds: deque[Verdict] = deque(maxlen=MAX_ROUNDS)
@@ -296,7 +297,7 @@ class _Session:
     def _drop_pending(self) -> None:
         self._pending.clear()
         self._arrivals.clear()
-        self._verify_to = -1
+        self._verify_to = self._first_asked
 
     def _ask_resync(self, have: int, now: float) -> None:
         epoch, last, when = self._last_resync

@@ -31,7 +31,7 @@ class SessionConfig:
 
     ``max_ahead``: unverified tokens that may exist at a time. ``min_survival``: while a verdict is
     awaited, drafting pauses when the chance of the whole draft falls below this. ``ask_first``: ask
-    for a token as soon as a verifier has the session, drafted or not: the prompt must go through
+    for a token together with the session, drafted or not: the prompt must go through
     the target anyway, and the choice after it costs next to nothing. ``verify``: one of
     VERIFY_CHOICES. ``local``:
     "forbid" (silence for ``Timing.offline_after`` seconds is an error), "allow" (go on alone),

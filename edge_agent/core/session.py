@@ -330,8 +330,13 @@ class EdgeSession:
                 max_tokens=self.config.max_tokens,
                 vocab_hash=self.config.vocab_hash,
                 verify=self._verify if self._verify in VERIFY_MODES else VERIFY_TRIGGERED,
+                ask=self._asks_first,
             )
             self._up.put(message, None)
+
+    @property
+    def _asks_first(self) -> bool:
+        return self.config.ask_first and self.policy.proactive
 
     def _reopen(self, now: float) -> None:
         """Attach to whichever replica answers; drafts stay, they are as good as before."""
@@ -358,8 +363,10 @@ class EdgeSession:
         self._limit = min(self.config.max_tokens, message.limit)
         self._window.new_verifier()
         self.trigger.reset()
-        if self._window.draft or (self.config.ask_first and self.policy.proactive):
+        if self._window.draft:
             self._ask(now)
+        elif self._asks_first:
+            self._up.asked_by_opening(now)
 
     def _on_refused(self, message: Refused, now: float) -> None:
         if self._state is State.ACTIVE:

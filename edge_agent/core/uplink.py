@@ -88,6 +88,14 @@ class Uplink:
         for size in self._sending.probes(now):
             self._send_probe(now, size)
 
+    def asked_by_opening(self, now: float) -> None:
+        """The verifier was asked for one token by SessionOpen, and has taken the session now."""
+        self.asked = self._window.position
+        self.asked_at = now
+        # It has been at work already: how soon it answers says nothing about the next request.
+        self._undisturbed = False
+        self._at.expect_answer(now)
+
     def answered(self, now: float) -> None:
         """The verdict that was awaited has come."""
         if self._undisturbed:

@@ -44,6 +44,7 @@ opens = st.builds(
     max_tokens=st.integers(1, MAX_POSITION),
     vocab_hash=short,
     verify=st.sampled_from(VERIFY_MODES),
+    ask=st.booleans(),
 )
 
 

@@ -58,6 +58,8 @@ def test_fields_of_a_later_version_are_ignored(message, extra) -> None:
         parts += [None] * (6 - len(parts) + 1)
         parts[5] = message.parents
         parts[6] = 2 if message.go_on else message.verify
+    if isinstance(message, SessionOpen):
+        parts[8:] = [message.ask]
     if isinstance(message, Resync):
         parts[4:] = [message.probe, message.padding]
     assert decode(msgpack.packb([*parts, *extra])) == message

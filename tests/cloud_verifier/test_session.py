@@ -275,6 +275,23 @@ def test_a_newer_epoch_leaves_no_hold_that_could_be_taken_for_its_own() -> None:
     assert verdict.hold_ms == 0.0
 
 
+def test_the_opening_may_ask_for_the_first_token() -> None:
+    opened = SessionOpen(1, PROMPT, (4, 5), Sampling(), 50, "v", VERIFY_TRIGGERED, ask=True)
+    held = VerifierSession(
+        opened,
+        context=200,
+        vocab_size=VOCAB,
+        eos_ids=frozenset({EOS}),
+        stats=VerifierStats(),
+        now=0.0,
+    )
+    assert held.triggered
+    draft(held, 2, 6)  # of the edge's first epoch, which is newer than none
+    assert held.triggered, "that does not take the question back"
+    assert judge(held, 6, 7).tokens == (6, 7)
+    assert not held.has_work
+
+
 def go_on(held: VerifierSession, base: int, *tokens: int, may: bool = True) -> None:
     """Ask, and let the target write on or not."""
     held.receive_draft(DraftBatch(1, 1, base, tokens, None, True, may), 1.0)

@@ -161,8 +161,8 @@ def test_a_verdict_is_heard_between_two_tokens() -> None:
     trace = make_trace([False] * 4)
     asking = Policy("asking", Thresholds(1.0, 0.0, 64), max_ahead=3, min_survival=0.0)
     result = replay(dataclasses.replace(trace, gammas=(0.030,) * 4), asking, NOTHING, overhead=FREE)
-    # Drafted at 30 ms and judged at 70, while a token is drafted from 60 to 90.
-    assert result.commits[0].at == pytest.approx(0.090)
+    # Asked for with the session and chosen at 40 ms, while a token is drafted from 30 to 60.
+    assert result.commits[0].at == pytest.approx(0.060)
 
 
 def test_padding_is_charged_to_the_link_alone() -> None:

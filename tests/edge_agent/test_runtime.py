@@ -55,7 +55,7 @@ class SlowDraft:
             assert self.agent is not None
             self.agent._on_event(ConnectionEvent(ConnectionState.CONNECTED))
         self.length += len(tokens)
-        self._clock.advance_to(self._clock.now() + 0.1 * len(tokens))
+        self._clock.advance_to(self._clock.now() + 0.4 * len(tokens))
 
     def rollback(self, length: int) -> None:
         self.length = length

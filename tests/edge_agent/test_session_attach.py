@@ -422,12 +422,33 @@ def test_a_long_verification_is_waited_for() -> None:
 def test_asking_first_brings_a_token_before_anything_is_drafted() -> None:
     hand = Hand(ask_first=True)
     hand.link(True)
-    hand.sent()
+    (message,) = hand.sent()
+    assert isinstance(message, SessionOpen)
+    assert message.ask
     hand.accept()
-    assert hand.batch() == DraftBatch(1, 1, 0, (), None, True)
+    assert hand.sent() == [], "it was asked for with the session"
+    assert hand.session.awaiting
     hand.verdict(0, (7,))
     assert hand.session.committed == [7]
     assert not hand.session.awaiting
+
+
+def test_a_first_token_that_is_lost_is_asked_for_again() -> None:
+    hand = Hand(ask_first=True)
+    hand.link(True)
+    hand.sent()
+    hand.accept()
+    assert hand.fire() == pytest.approx(Timing().first_timeout)
+    assert hand.sent() == [DraftBatch(1, 1, 0, (), None, True), Resync(1, 1, 0)]
+
+
+def test_what_was_drafted_before_the_session_was_taken_is_sent_all_the_same() -> None:
+    hand = Hand(ask_first=True)
+    hand.link(True)
+    hand.sent()
+    hand.draft(1, 2)
+    hand.accept()
+    assert hand.batch() == DraftBatch(1, 1, 0, (1, 2), None, True)
 
 
 def test_asking_first_keeps_a_draft_that_begins_with_the_token() -> None:
