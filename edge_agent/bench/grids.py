@@ -23,9 +23,9 @@ _ROUNDS = 4
 
 _R1 = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0)
 _R2 = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_SURVIVAL = (0.0, 0.001, 0.01, 0.05)
+_SURVIVAL = (0.0, 0.001, 0.01, 0.05, 0.3)
 _AGAIN = (1, 4)
-_AHEAD = (6, 8, 12, 16, 24)
+_AHEAD = (4, 6, 8, 12, 16, 24)
 #: What is tried per policy. One that is not named here has the grid of its base, or no constants. 0
 #: turns a rule off. A threshold of 1 asks after each token.
 GRIDS: dict[str, dict[str, tuple[float, ...]]] = {

@@ -524,3 +524,24 @@ def test_an_unopened_session_is_cancelled_without_a_word() -> None:
     hand.session.cancel()
     assert hand.sent() == []
     assert hand.effects() == [Finished("cancelled")]
+
+
+def test_planned_messages_go_out_while_a_verdict_is_awaited_if_they_will_be_kept() -> None:
+    """Rule 2 of the paper; what a verdict drops would stand before the next request."""
+    heavy = Estimates(LinkCost(0.001, 0.0, 0.02), 0.02, 8, measured=True)
+    for confidence, sent in ((0.9, True), (0.45, False)):
+        hand = opened(policy=Policy("x", OFTEN), estimates=heavy)
+        hand.draft(1, confidence=0.5)  # asks; and half of the hope is gone
+        assert hand.batch().verify
+        hand.verdict(0, (1, 2), accepted=1)
+        hand.effects()
+        hand.draft(3, confidence=0.5)
+        hand.sent()
+        hand.verdict(2, (3,), accepted=1)  # one is still to come
+        hand.effects()
+        assert hand.session.awaiting
+        went = False
+        for token in (4, 5):
+            hand.draft(token, confidence=confidence)
+            went |= bool(hand.sent())
+        assert went is sent
