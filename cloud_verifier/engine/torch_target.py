@@ -8,7 +8,7 @@ company, not even by a rounding, on processors where that holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from cloud_verifier.engine.trees import choice_positions, offsets, trunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from typing_extensions import Self
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -107,10 +108,13 @@ class TorchTarget:
         context: int | None = None,
         max_slots: int = 16,
         threads: int | None = None,
-    ) -> TorchTarget:
+        reading: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> Self:
         """Load a model directory, a hub id or a GGUF file (converted once and cached).
 
-        ``threads``: of torch, in this whole process; None leaves its own choice. Raises ConfigError
+        ``threads``: of torch, in this whole process; None leaves its own choice. ``reading``: more
+        for transformers to read the model with; ``others``: for the constructor. Raises ConfigError
         for settings out of range, ModelError for what is missing, damaged or not supported.
         """
         if dtype not in DTYPES:
@@ -125,7 +129,7 @@ class TorchTarget:
             cause = " ".join(str(exc).split())[:120]
             raise ConfigError(f"device {device} is not here ({cause}): give cpu") from None
         directory = resolve_target(path)
-        model, tokenizer = _read(directory, path, DTYPES[dtype], device)
+        model, tokenizer = _read(directory, path, DTYPES[dtype], device, reading or {})
         tokens = tokenizer_tokens(tokenizer, model.get_output_embeddings().weight.shape[0])
         return cls(
             model,
@@ -135,6 +139,7 @@ class TorchTarget:
             eos_ids=_end_ids(model, tokenizer, tokens),
             context=context,
             max_slots=max_slots,
+            **others,
         )
 
     @property
@@ -312,7 +317,7 @@ def _context_of(model: PreTrainedModel, wanted: int | None) -> int:
 
 
 def _read(
-    directory: str, path: str, dtype: torch.dtype, device: str
+    directory: str, path: str, dtype: torch.dtype, device: str, reading: Mapping[str, Any]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Model and tokenizer from ``directory``; ``path`` is what the person gave, for messages."""
     import transformers
@@ -324,7 +329,11 @@ def _read(
     try:
         tokenizer = library.AutoTokenizer.from_pretrained(directory)
         model, report = library.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
+            directory,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            **reading,
         )
         model.to(device)
     # Whatever a damaged file makes of transformers, safetensors or json: it is the file.
