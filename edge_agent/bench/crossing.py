@@ -6,6 +6,7 @@ All of it runs on the relay's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -207,7 +208,9 @@ class End(asyncio.Protocol):
 
     def write_end(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+            # After its own FIN nothing more is read from a peer, so that its reset shows only here.
+            with contextlib.suppress(OSError):
+                self._transport.write_eof()
 
     def pause(self) -> None:
         if self._transport is not None:

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import statistics
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -50,6 +51,23 @@ def test_the_end_of_either_side_reaches_the_other(dial: Dial) -> None:
         assert receive(server.connections[1], 1_000) == CONNECT + MESSAGE
         first.close()
         server.connections[1].close()
+        assert wait_until(lambda: not relay._crossings)
+        assert relay.stats().errors == 0
+    server.close()
+
+
+def test_a_peer_that_says_its_end_and_then_resets_is_no_error_of_the_relay(dial: Dial) -> None:
+    """As a broker does that is killed while the agent's last bytes are under way."""
+    server = Echo(silent=True)
+    with EmulatedLink("127.0.0.1", server.port, Link(delay_s=0.02)) as relay:
+        client = dial(relay, greeting=b"")
+        assert wait_until(lambda: len(server.connections) == 1)
+        peer = server.connections[0]
+        peer.shutdown(socket.SHUT_WR)
+        assert ended(client)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(peer.detach())
+        client.close()
         assert wait_until(lambda: not relay._crossings)
         assert relay.stats().errors == 0
     server.close()
