@@ -162,8 +162,11 @@ class Result:
     @classmethod
     def from_dict(cls, data: Any) -> Result:
         """The inverse of ``to_dict``. Raises ValueError, TypeError or KeyError."""
-        names = {one.name for one in dataclasses.fields(cls)}
-        values = {key: value for key, value in data.items() if key in names}
+        fields = {one.name: one for one in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in fields}
+        for key, value in values.items():
+            if type(fields[key].default) in (int, float) and type(value) not in (int, float):
+                raise ValueError(f"{key} {value!r} is no number")
         values["tokens"] = tuple(int(token) for token in values.get("tokens", ()))
         samples = values.get("forward_samples", ())
         values["forward_samples"] = tuple((int(n), float(ms)) for n, ms in samples)
@@ -247,6 +250,7 @@ class ResultsFile:
     def resume(cls, path: Path, settings: Settings | None) -> ResultsFile:
         """Go on with ``path``, whose settings must be ``settings`` (None: whatever they are)."""
         header, results, length = _read(path)
+        _check_header(header, path)
         if settings is not None:
             difference = settings.difference(header["settings"])
             if difference is not None:
@@ -293,6 +297,24 @@ def read_header(path: Path) -> dict[str, Any]:
     return _read(path)[0]
 
 
+def _check_header(header: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError where something is missing that the reports are made from."""
+    settings, tuning = header["settings"], header.get("tuning", {"prompts": [], "found": {}})
+    kinds = {**dict.fromkeys(("policies", "scenarios", "prompts"), dict), "repeats": int}
+    whole = (
+        isinstance(header.get("started"), str)
+        and isinstance(header.get("environment"), dict)
+        and all(one.name in settings for one in dataclasses.fields(Settings))
+        and all(isinstance(settings[name], kind) for name, kind in kinds.items())
+        and all(isinstance(one, dict) and "wire" in one for one in settings["scenarios"].values())
+        and isinstance(tuning, dict)
+        and isinstance(tuning.get("prompts"), list)
+        and isinstance(tuning.get("found"), dict)
+    )
+    if not whole:
+        raise ConfigError(f"--resume {path}: line 1 is broken: start anew")
+
+
 def _read(path: Path) -> tuple[dict[str, Any], list[Result], int]:
     """Header, results, and the length in bytes of the lines that are whole."""
     try:
@@ -309,8 +331,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Result], int]:
             raise ValueError
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         raise ConfigError(f"--resume {path} holds no results of edge-agent bench") from None
-    if header["version"] != VERSION:
-        raise ConfigError(f"--resume {path} is of version {header['version']}: start anew")
+    if header.get("version") != VERSION:
+        raise ConfigError(f"--resume {path} is of version {header.get('version')}: start anew")
     results = []
     for number, line in enumerate(lines[1:], start=2):
         try:

@@ -133,6 +133,40 @@ def test_files_of_something_else_are_refused(text, words, tmp_path) -> None:
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": {}},
+        {"settings": {**settings().to_dict(), "policies": ["pipesd"]}},
+        {"settings": {**settings().to_dict(), "scenarios": {"4g": 1}}},
+        {"environment": None},
+        {"started": None},
+        {"tuning": {}},
+    ],
+)
+def test_a_first_line_that_lacks_something_is_refused(change, tmp_path) -> None:
+    path = tmp_path / "run.jsonl"
+    file = new(path)
+    file.close()
+    path.write_text(json.dumps({**file.header, **change}) + "\n")
+    with pytest.raises(ConfigError, match="line 1 is broken"):
+        ResultsFile.resume(path, None)
+
+
+@pytest.mark.parametrize(
+    "change", [{"total_s": "x"}, {"load": None}, {"forwards": [1]}, {"kept": True}]
+)
+def test_a_figure_that_is_no_number_is_named_by_its_line(change, tmp_path) -> None:
+    path = tmp_path / "run.jsonl"
+    file = new(path)
+    file.add(result("pipesd"))
+    file.close()
+    first, row = path.read_text().splitlines()
+    path.write_text(f"{first}\n{row}\n{json.dumps({**json.loads(row), **change})}\n")
+    with pytest.raises(ConfigError, match="line 3 is broken"):
+        ResultsFile.resume(path, None)
+
+
 def test_nothing_is_overwritten(tmp_path) -> None:
     path = tmp_path / "run.jsonl"
     new(path).close()
