@@ -15,17 +15,21 @@ from broker import __version__
 from broker.clock import Clock, MonotonicClock
 from broker.codec import encode
 from broker.errors import ModelError, TransportError
-from broker.messages import VerifierStatus
-from broker.topics import OPEN_SHARED, up_filter, verifier_status_topic
+from broker.messages import CLOSED_ERROR, Close, Closed, VerifierStatus
+from broker.topics import OPEN_SHARED, down_topic, up_filter, verifier_status_topic
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
-from cloud_verifier.core.verifier import Forward, VerifierConfig, VerifierCore
+from cloud_verifier.core.verifier import Forward, SessionKey, VerifierConfig, VerifierCore
 from cloud_verifier.engine.target import Target, Work
-from cloud_verifier.wire import feed, publications
+from cloud_verifier.wire import feed, publication, session_of
 
 log = logging.getLogger(__name__)
 
 #: Seconds between two looks at whether the retained status is still true.
 STATUS_INTERVAL = 10.0
+#: Seconds after which the core is asked again when it failed and no session was to blame.
+_AFTER_FAULT_S = 1.0
+#: Kinds of faults of the core that are logged; beyond those they are only counted.
+_MAX_FAULT_KINDS = 32
 
 
 def status_will(verifier: str, status: VerifierStatus) -> Will:
@@ -77,6 +81,8 @@ class VerifierRuntime:
     ) -> None:
         self.core = VerifierCore(config)
         self.publish_failures = 0
+        self.core_faults = 0  # exceptions of the core, each of which cost one session at most
+        self._fault_kinds: set[str] = set()
         self._transport = transport
         self._target = target
         self._clock = clock or MonotonicClock()
@@ -123,7 +129,13 @@ class VerifierRuntime:
                 return
             causes = self.core.stats.rejected
             known = len(causes)
-            if not feed(self.core, message, self._clock.now()) and len(causes) > known:
+            try:
+                taken = feed(self.core, message, self._clock.now())
+            except Exception as error:  # noqa: BLE001 (a bug must not end the replica)
+                taken = True
+                self._fault(error)
+                self._give_up(session_of(message))
+            if not taken and len(causes) > known:
                 log.warning(
                     "dropped a message on %r (%s): see who publishes there; others of this kind "
                     "are only counted",
@@ -144,8 +156,58 @@ class VerifierRuntime:
     # -- both, under the lock -------------------------------------------------------------------
 
     def _publish(self) -> None:
-        for topic, payload, qos in publications(self.core, self._clock.now()):
+        try:
+            messages = self.core.messages_to_send(self._clock.now())
+        except Exception as error:  # noqa: BLE001 (what is lost here the protocol repeats)
+            self._fault(error)
+            self._give_up(self._culprit())
+            return
+        for outgoing in messages:
+            try:
+                topic, payload, qos = publication(outgoing)
+            except Exception as error:  # noqa: BLE001 (what one session says cannot be encoded)
+                self._fault(error)
+                self._give_up(SessionKey(outgoing.device, outgoing.session))
+                continue
             self._send(topic, payload, qos)
+
+    def _fault(self, error: Exception) -> None:
+        """The core raised: count it, and say it once for each kind."""
+        self.core_faults += 1
+        kind = type(error).__name__
+        if kind not in self._fault_kinds and len(self._fault_kinds) < _MAX_FAULT_KINDS:
+            self._fault_kinds.add(kind)
+            log.error(
+                "the verifier's core failed (%s: %s): please report the trace; others of this kind "
+                "are only counted",
+                kind,
+                error,
+                exc_info=error,
+            )
+
+    def _give_up(self, key: SessionKey | None) -> None:
+        """Close a session with an error: its device opens it again with all that it has."""
+        held = self.core.sessions.get(key) if key is not None else None
+        if key is None or held is None:
+            return
+        try:
+            self.core.receive(*key, Close(held.attach), self._clock.now())
+        except Exception as error:  # noqa: BLE001 (it goes in any case)
+            self._fault(error)
+            self.core.sessions.pop(key, None)
+        closed = encode(Closed(held.attach, CLOSED_ERROR))
+        self._send(down_topic(key.device, key.session), closed, 1)
+
+    def _culprit(self) -> SessionKey | None:
+        """The session for which no forward can be planned; else the one that was heard last."""
+        for key, held in self.core.sessions.items():
+            try:
+                if held.has_work:
+                    held.plan(1)
+            except Exception:  # noqa: BLE001 (that is what is looked for)
+                return key
+        sessions = self.core.sessions
+        return max(sessions, key=lambda key: sessions[key].last_seen, default=None)
 
     def _send(self, topic: str, payload: bytes, qos: int, *, retain: bool = False) -> None:
         try:
@@ -176,12 +238,20 @@ class VerifierRuntime:
         """Wait for work, minding timers; None when stopping. Called with the lock held."""
         while not self._stopping:
             now = self._clock.now()
-            self.core.handle_timer(now)
-            self._refresh_status(now)
-            forward = self.core.next_effect()
+            try:
+                self.core.handle_timer(now)
+                self._refresh_status(now)
+                forward = self.core.next_effect()
+                due = self.core.get_timer()
+            except Exception as error:  # noqa: BLE001 (a bug must not end the replica)
+                self._fault(error)
+                culprit = self._culprit()
+                self._give_up(culprit)
+                if culprit is None:
+                    self._work.wait(_AFTER_FAULT_S)
+                continue
             if forward is not None:
                 return forward
-            due = self.core.get_timer()
             wait = self._status_due - now if due is None else min(due, self._status_due) - now
             self._work.wait(max(0.001, wait))
         return None

@@ -9,7 +9,7 @@ from broker.errors import RemoteProtocolError
 from broker.messages import Close, DraftBatch, Resync, SessionOpen, Verdict
 from broker.topics import down_topic, parse_session_topic
 from broker.transport import Message
-from cloud_verifier.core.verifier import VerifierCore
+from cloud_verifier.core.verifier import Outgoing, SessionKey, VerifierCore
 
 
 class Publication(NamedTuple):
@@ -39,13 +39,22 @@ def feed(core: VerifierCore, message: Message, now: float) -> bool:
     return True
 
 
+def session_of(message: Message) -> SessionKey | None:
+    """Whose message it is; None where the topic is no session's."""
+    try:
+        topic = parse_session_topic(message.topic)
+    except RemoteProtocolError:
+        return None
+    return SessionKey(topic.device, topic.session)
+
+
+def publication(outgoing: Outgoing) -> Publication:
+    """How a message goes out. Verdicts and Resync are repeated by the protocol: QoS 0."""
+    device, session, message = outgoing
+    qos = 0 if isinstance(message, Verdict | Resync) else 1
+    return Publication(down_topic(device, session), encode(message), qos)
+
+
 def publications(core: VerifierCore, now: float) -> list[Publication]:
-    """What is to be published now. Verdicts and Resync are repeated by the protocol: QoS 0."""
-    return [
-        Publication(
-            down_topic(device, session),
-            encode(message),
-            0 if isinstance(message, Verdict | Resync) else 1,
-        )
-        for device, session, message in core.messages_to_send(now)
-    ]
+    """What is to be published now."""
+    return [publication(outgoing) for outgoing in core.messages_to_send(now)]
