@@ -35,6 +35,8 @@ _CREDENTIALS = frozenset({0x85, 0x86, 0x87, 0x8A, 0x8C})
 WINDOW = 20
 #: What the largest packet may be before a broker says otherwise (MQTT 5, 2.1.4).
 MAX_PACKET = 268_435_460
+#: Packets that are taken in before anything else has its turn again.
+_PACKETS = 32
 _MARK = "link"  # the user property that tells whose birth or will a message is
 
 
@@ -134,11 +136,33 @@ class PahoLink:
             else:
                 readable |= bool(mask & selectors.EVENT_READ)
         if readable:
-            self._client.loop_read()
+            self.read()
             if self._quick_ack is not None and self.loss is None:
                 # The kernel falls back to delayed acknowledgements by itself: ask every time.
                 self._socket.setsockopt(socket.IPPROTO_TCP, self._quick_ack, 1)
         return awake
+
+    def read(self) -> None:
+        """Take in what has come, up to _PACKETS; the socket is readable.
+
+        One packet for each look of a busy loop would let messages pile up in front of it.
+        """
+        for _ in range(_PACKETS):
+            self._client.loop_read()
+            if self.loss is not None or not self._more():
+                return
+
+    def _more(self) -> bool:
+        """Whether the next packet has begun to arrive, or the connection has ended."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            return self._socket.pending() > 0  # such bytes do not make the socket readable
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # paho meets it as well, and says what it is
+        return True
 
     def flush(self) -> None:
         """See Link."""

@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 _SWEEP_S = 0.05
 #: Looks in which every connection has had its turn: once a second.
 _SWEEPS = 20
-#: Packets of one connection that are taken in before the next has its turn.
-_PACKETS = 32
 #: Handshakes at a time.
 CONNECTORS = 2
 #: Descriptors that one connection takes, and those of a network beside them.
@@ -61,28 +59,6 @@ class FleetLink(PahoLink):
     def socket(self) -> Any:
         """What to wait for; None before ``open``."""
         return self._socket
-
-    def read(self) -> None:
-        """Take in what has come, up to _PACKETS; the socket is readable.
-
-        One packet for each look of a busy loop would let messages pile up in front of it.
-        """
-        for _ in range(_PACKETS):
-            self._client.loop_read()
-            if self.loss is not None or not self._more():
-                return
-
-    def _more(self) -> bool:
-        """Whether the next packet has begun to arrive, or the connection has ended."""
-        if isinstance(self._socket, ssl.SSLSocket):
-            return self._socket.pending() > 0  # such bytes do not make the socket readable
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass  # paho meets it as well, and says what it is
-        return True
 
 
 class FleetTransport(MqttDriver):
