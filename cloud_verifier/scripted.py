@@ -2,7 +2,8 @@
 
 Everything but the target is what ``cloud-verifier serve`` runs: the MQTT transport, the core, the
 scheduler, the threads. The target writes the text of ``broker.load_text``; a forward costs nothing,
-or ``--forward-ms``. When it ends it prints its counters as one JSON line on standard error.
+or ``--forward-ms``. When it ends it prints its counters as one JSON line on standard error; with
+``--until-eof`` also for each line on its standard input.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from broker import load_text
@@ -92,6 +93,7 @@ def counters(runtime: VerifierRuntime) -> dict[str, Any]:
     found["sessions_left"] = len(runtime.core.sessions)
     found["slots_left"] = len(runtime.core.slots)
     found["publish_failures"] = runtime.publish_failures
+    found["core_faults"] = runtime.core_faults
     return found
 
 
@@ -107,9 +109,6 @@ def serve(args: argparse.Namespace) -> int:
         raise ConfigError("--idle-ttl is above 0 seconds")
     forward_s = check_floor(args.forward_ms / 1000.0)
     broker_settings(args, f"verifier-{verifier}", None)
-    ended = threading.Event()
-    if args.until_eof:
-        _end_at_eof(ended)
     target = make_target(slots, forward_s)
     config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
     will = status_will(verifier, online_status(config, target.name))
@@ -123,6 +122,9 @@ def serve(args: argparse.Namespace) -> int:
             over.set()
 
     runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
+    ended = threading.Event()
+    if args.until_eof:
+        _end_at_eof(ended, lambda: _say(counters(runtime)))
     runtime.start()
     try:
         while not over.wait(0.2):
@@ -139,8 +141,12 @@ def serve(args: argparse.Namespace) -> int:
         target.close()
     if failed:
         raise TransportError(f"no way into the broker at {settings.url}: {failed[0].reason}")
-    print(STATS + json.dumps(found), file=sys.stderr, flush=True)
+    _say(found)
     return 0
+
+
+def _say(found: dict[str, Any]) -> None:
+    print(STATS + json.dumps(found), file=sys.stderr, flush=True)
 
 
 def _settle(runtime: VerifierRuntime) -> None:
@@ -150,12 +156,15 @@ def _settle(runtime: VerifierRuntime) -> None:
         time.sleep(0.02)
 
 
-def _end_at_eof(ended: threading.Event) -> None:
-    """From now on the end of standard input sets ``ended``, and ends what does not heed it."""
+def _end_at_eof(ended: threading.Event, answer: Callable[[], None]) -> None:
+    """From now on the end of standard input sets ``ended``, and ends what does not heed it.
+
+    What comes on it before that is answered with ``answer``.
+    """
 
     def watch() -> None:
         while os.read(0, 4096):
-            pass
+            answer()
         ended.set()
         time.sleep(_END_S)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -78,16 +78,28 @@ class Child:
             self._reader.join(2.0)
         return self._tail[-1] if self._tail else "it said nothing"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; nothing happens when it has ended."""
+        self._process.send_signal(number)
+
+    def tell(self, line: str) -> None:
+        """Write ``line`` to its standard input; nothing happens when it has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+
     def ask(self, line: str) -> str:
         """Write ``line`` and return all of standard output; the child has ended then.
 
         Its standard input stays open meanwhile, so that it ends with us if we do not live so long.
         """
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
+        self.tell(line)
         output = self._process.stdout.read()
         self._process.wait()
         self._reader.join(2.0)

@@ -50,6 +50,8 @@ MAX_INBOX = 1024
 FAILURE_PAUSE_S = 1.0
 #: A timer of the core that has passed already is looked at again after so many seconds.
 _AGAIN_S = 0.001
+#: Why a generation ended that nobody wanted any more.
+_HUNG_UP = "hung up"
 _STATUS_PREFIX = f"{ROOT}/{VERIFIERS}/"
 #: Counters of a session that are added up as they are.
 _SUMMED = (
@@ -110,7 +112,8 @@ class FleetDevice:
         self._trace = habits.texts[0]
         self._draft = RecordedDraft(self._trace)
         self._session = ""
-        self._begin = self._first = 0.0
+        self._begin = self._first = self._last = 0.0
+        self._hang_up_at = math.inf
         self._tokens: list[int] = []
         self._inbox: deque[tuple[_News, float]] = deque()  # and when it came
         self._drafting: tuple[float, DraftNext, tuple[int, float, float]] | None = None
@@ -162,8 +165,7 @@ class FleetDevice:
         self._drafting = None
         self._turn(self._clock.now())
         if self._core is not None:
-            if self._core.state is State.OPENING and self._core.attach:
-                self.unanswered = self._session
+            self._note_unanswered(self._core)
             self._core.cancel()
             self._publish(self._core, self._clock.now())
             if reason is None:
@@ -177,6 +179,10 @@ class FleetDevice:
             self._tally.fail(reason)
         self.done = True
         self.wake_at = math.inf
+
+    def _note_unanswered(self, core: EdgeSession) -> None:
+        if core.state is State.OPENING and core.attach:
+            self.unanswered = self._session
 
     # -- generations ----------------------------------------------------------------------------
 
@@ -212,7 +218,10 @@ class FleetDevice:
         self._tokens = []
         self._inbox.clear()
         self._drafting = self._asked_at = None
-        self._begin = self._first = now
+        self._begin = self._first = self._last = now
+        self._hang_up_at = math.inf
+        if habits.hang_up > 0.0 and self._random.random() < habits.hang_up:
+            self._hang_up_at = now + self._random.uniform(0.0, habits.hang_up_s)
         self._core = EdgeSession(
             config,
             timing=Timing(offline_after=habits.patience_s),
@@ -233,6 +242,9 @@ class FleetDevice:
             while self._inbox:
                 self._hear(core, *self._inbox.popleft(), now)
             core.handle_timer(now)
+            if now >= self._hang_up_at:
+                self._note_unanswered(core)
+                core.cancel(_HUNG_UP)
             while True:
                 self._publish(core, now)
                 effect = core.next_effect()
@@ -251,7 +263,8 @@ class FleetDevice:
             self._wake_at(self._drafting[0])
         else:
             timer = core.get_timer()
-            self._wake_at(math.inf if timer is None else max(timer, now + _AGAIN_S))
+            due = self._hang_up_at if timer is None else min(timer, self._hang_up_at)
+            self._wake_at(max(due, now + _AGAIN_S))
 
     def _wake_at(self, when: float) -> None:
         if when != self.wake_at:
@@ -261,6 +274,9 @@ class FleetDevice:
     def _committed(self, effect: Commit, now: float) -> None:
         if not self._tokens:
             self._first = now
+        else:
+            self._tally.gaps.add(now - self._last)
+        self._last = now
         if effect.start != len(self._tokens):
             self._tally.counts["misplaced"] += 1
         self._tokens += effect.tokens
@@ -275,6 +291,8 @@ class FleetDevice:
             tally.ttft.add(self._first - self._begin)
         elif not prefix:
             tally.counts["wrong"] += 1
+        elif effect.reason == _HUNG_UP:
+            tally.counts["hung_up"] += 1
         else:
             tally.counts["incomplete"] += 1
         if effect.error is not None:

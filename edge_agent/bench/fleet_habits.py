@@ -17,7 +17,8 @@ class Habits:
 
     ``texts``: one is drawn for each generation. ``think_s``: mean pause between two generations.
     ``generations``: of each device, None: until ``until`` on the clock, when none begins any more.
-    ``patience_s``: silence or refusals after which a generation has failed.
+    ``patience_s``: silence or refusals after which a generation has failed. ``hang_up``: share of
+    generations that nobody wants any more at some moment of their first ``hang_up_s``.
     """
 
     texts: Sequence[Trace]
@@ -28,4 +29,6 @@ class Habits:
     generations: int | None = None
     until: float = math.inf
     patience_s: float = 300.0
+    hang_up: float = 0.0
+    hang_up_s: float = 0.0
     seed: int = 0

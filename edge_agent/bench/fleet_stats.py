@@ -64,14 +64,15 @@ class Tally:
     """Counts of some devices. ``counts``: by name, a fixed set.
 
     ``tpt``: seconds per token of each generation, its wait for the first included; ``ttft``: to the
-    first token; ``rounds``: from a request to its verdict; ``late``: how late timers were heard,
-    which is the emulation's own fault.
+    first token; ``gaps``: from one commit of a text to the next; ``rounds``: from a request to its
+    verdict; ``late``: how late timers were heard, which is the emulation's own fault.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     tpt: Histogram = field(default_factory=Histogram)
     ttft: Histogram = field(default_factory=Histogram)
+    gaps: Histogram = field(default_factory=Histogram)
     rounds: Histogram = field(default_factory=Histogram)
     late: Histogram = field(default_factory=Histogram)
 
@@ -89,5 +90,6 @@ class Tally:
             self.reasons[reason if known else _OTHER] += count
         self.tpt.merge(other.tpt)
         self.ttft.merge(other.ttft)
+        self.gaps.merge(other.gaps)
         self.rounds.merge(other.rounds)
         self.late.merge(other.late)

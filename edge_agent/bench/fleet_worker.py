@@ -134,6 +134,7 @@ class FleetProcess:
                 self._cut(None)
                 return
             if all(device.done for device in self.devices):
+                self._hear_answers()
                 return
             if now >= deadline:
                 self._cut(NOT_IN_TIME)
@@ -158,6 +159,9 @@ class FleetProcess:
         for device in self.devices:
             if not device.done:
                 device.cut(reason)
+        self._hear_answers()
+
+    def _hear_answers(self) -> None:
         until = self._clock.now() + ANSWER_S
         while self._clock.now() < until and any(device.unanswered for device in self.devices):
             self._loop.turn(0.05)
@@ -172,6 +176,12 @@ def work(plan: WorkerPlan, pipe: Connection) -> None:
     """The process: runs ``plan``, tells the parent how far it is, and ends with it."""
     # Ctrl-C reaches the whole group; the parent says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if play(plan, pipe):
+        pipe.close()
+
+
+def play(plan: WorkerPlan, pipe: Connection) -> bool:
+    """Run ``plan`` in this process; False when nobody listens any more."""
     network = FleetNetwork()
     fleet = FleetProcess(plan, network, MonotonicClock())
     try:
@@ -181,7 +191,7 @@ def work(plan: WorkerPlan, pipe: Connection) -> None:
         last = fleet.progress()
         last.tally, last.ended_at = fleet.tally, ended_at
     except (EOFError, BrokenPipeError):
-        return  # nobody listens any more
+        return False
     except Exception as error:  # noqa: BLE001 (told to the parent, which ends the run)
         last = Progress(failure=f"{type(error).__name__}: {error}")
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -189,4 +199,4 @@ def work(plan: WorkerPlan, pipe: Connection) -> None:
     # Kilobytes, but bytes on macOS.
     last.peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     pipe.send(last)
-    pipe.close()
+    return True
