@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from broker import __version__
 from broker.command import Stopped, raise_on_signals, run, set_up_logging
-from broker.errors import ConfigError, ModelError, TransportError
+from broker.errors import ConfigError
 from broker.flags import (
     add_broker_flags,
     add_prompt_flags,
@@ -28,11 +29,12 @@ from broker.flags import (
 from broker.pairs import PAIRS
 from broker.settings import Parser, add_config_flag, parse
 from broker.topics import check_id
-from broker.transport import ConnectionEvent, ConnectionState
 from cloud_verifier import reference
+from cloud_verifier.serving import serve_with
 
 if TYPE_CHECKING:
     from cloud_verifier.engine.target import Target
+    from cloud_verifier.engine.torch_parallel import ParallelTarget, Ranks
 
 PROGRAM = "cloud-verifier"
 #: Seconds that an ordinary end may take once standard input has ended.
@@ -76,6 +78,11 @@ def build_parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds without a word after which a session is forgotten (300)",
+    )
+    serve.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="under torchrun: one replica whose target is cut over all of its processes",
     )
     serve.add_argument(
         "--forward-floor-ms",
@@ -213,53 +220,64 @@ def _not_installed(error: ModuleNotFoundError) -> ConfigError:
     return ConfigError(f"{error.name} is not installed: pip install 'pipesd[cloud]'")
 
 
-def serve(args: argparse.Namespace) -> int:
-    from broker.mqtt import MqttTransport
-    from cloud_verifier.engine.slow_target import SlowTarget, check_floor
-    from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
+def _ranks(args: argparse.Namespace) -> Ranks | None:
+    """This process among those of torchrun; None: it is a replica by itself. Raises ConfigError."""
+    if not args.tensor_parallel:
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
+            raise ConfigError(
+                "torchrun started several processes under one --id: add --tensor-parallel"
+            )
+        return None
+    if args.engine != "torch":
+        raise ConfigError(f"--tensor-parallel is for --engine torch: leave out {args.engine}")
+    try:
+        from cloud_verifier.engine.torch_parallel import Ranks
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from None
+    return Ranks(args.device)
 
-    verifier = check_id("--id", args.id)
+
+def _load_part(args: argparse.Namespace, ranks: Ranks) -> ParallelTarget:
+    """This rank's part of the target. Raises ConfigError or ModelError."""
+    from cloud_verifier.engine.torch_parallel import ParallelTarget
+
+    return ParallelTarget.join(
+        find_target(args),
+        ranks,
+        dtype=args.dtype,
+        device=args.device,
+        context=args.context,
+        max_slots=args.slots,
+        threads=args.threads,
+    )
+
+
+def serve(args: argparse.Namespace) -> int:
+    try:
+        return _serve(args)
+    except Stopped:
+        return 0  # how a service is meant to end, also while its model still loads
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from cloud_verifier.engine.slow_target import check_floor
+
+    check_id("--id", args.id)
     if args.max_sessions < 1 or not args.idle_ttl > 0:
         raise ConfigError("--max-sessions is at least 1 and --idle-ttl above 0 seconds")
-    floor_s = check_floor(args.forward_floor_ms / 1000.0)
-    broker_settings(args, f"verifier-{verifier}", None)  # wrong usage before a minute of loading
-    if args.until_eof:
+    check_floor(args.forward_floor_ms / 1000.0)
+    broker_settings(args, f"verifier-{args.id}", None)  # wrong usage before a minute of loading
+    ranks = _ranks(args)
+    if args.until_eof and (ranks is None or ranks.first):
         _end_at_eof()
-    target = load_target(args, find_target(args))
-    if floor_s > 0.0:
-        target = SlowTarget(target, floor_s)
-    config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
-    will = status_will(verifier, online_status(config, target.name))
-    settings = broker_settings(args, f"verifier-{verifier}", will)
-    failed: list[ConnectionEvent] = []
-    over = threading.Event()
-    announced = threading.Event()
-
-    def on_event(event: ConnectionEvent) -> None:
-        if event.state is ConnectionState.FAILED:
-            failed.append(event)
-            over.set()
-        elif event.state is ConnectionState.CONNECTED and not announced.is_set():
-            announced.set()
-            print(
-                f"verifier {verifier} serves {target.name} ({args.dtype}) at {settings.url}",
-                flush=True,
-            )
-
-    runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
-    runtime.start()
-    try:
-        while not over.wait(1.0):
-            if not runtime.alive:
-                raise ModelError("the engine ended by itself: see the trace above, start again")
-    except Stopped:
-        pass  # how a service is meant to end
-    finally:
-        runtime.stop()
-        target.close()
-    if failed:
-        raise TransportError(f"no way into the broker at {settings.url}: {failed[0].reason}")
-    return 0
+    if ranks is None:
+        with contextlib.closing(load_target(args, find_target(args))) as target:
+            return serve_with(args, target)
+    with contextlib.closing(_load_part(args, ranks)) as part:
+        if ranks.first:
+            return serve_with(args, part, lambda: part.lost)
+        part.follow()
+        return 0
 
 
 def _end_at_eof() -> None:

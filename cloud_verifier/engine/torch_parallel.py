@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -158,11 +159,8 @@ def shard_linears(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> bo
         if style not in _STYLES:
             whole = False
             continue
-        weight = module.weight.to_local().detach()
-        bias = module.bias
-        if isinstance(bias, DTensor):
-            bias = bias.to_local()
-        bias = None if bias is None else bias.detach()
+        weight, bias = _local(module.weight), _local(module.bias)
+        assert weight is not None
         inner = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         inner.weight = nn.Parameter(weight, requires_grad=False)
         if style != "rowwise" and bias is not None:
@@ -171,6 +169,15 @@ def shard_linears(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> bo
         cut = ShardedLinear(inner, style, ranks, bias, module.out_features)
         model.set_submodule(name, cut)
     return whole
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    """This rank's part of a layer's parameter, which may be whole on each rank."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(parameter, DTensor):
+        parameter = parameter.to_local()
+    return None if parameter is None else parameter.detach()
 
 
 class ParallelTarget(TorchTarget):
@@ -192,7 +199,7 @@ class ParallelTarget(TorchTarget):
     def join(cls, path: str, ranks: Ranks, **settings: Any) -> ParallelTarget:
         """As ``TorchTarget.load``, on all ranks at once; each reads its own part only."""
         from transformers import AutoConfig
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         directory = resolve_target(path)
         try:
@@ -206,19 +213,25 @@ class ParallelTarget(TorchTarget):
     def logits(self, batch: Sequence[Work]) -> Tensor:
         """As ``TorchTarget.logits``, on all ranks. Raises SystemExit when one of them fails."""
         try:
+            if self.lost is not None:
+                raise RuntimeError(self.lost)
             self._tell(("logits", tuple(batch)))
             return super().logits(batch)
         except Exception as exc:
             if not self._leads:
                 raise
             # The others may have failed at another place, or wait for what will not come.
-            self.lost = f"a rank failed ({type(exc).__name__} {' '.join(str(exc).split())[:160]})"
+            cause = " ".join(str(exc).split())[:160]
+            self.lost = self.lost or f"a rank failed ({type(exc).__name__} {cause})"
             raise SystemExit(1) from exc
 
     def free(self, slot: int) -> None:
         """As ``TorchTarget.free``, on all ranks."""
-        if self.lost is None:
-            self._tell(("free", slot))
+        try:
+            if self.lost is None:
+                self._tell(("free", slot))
+        except RuntimeError:
+            self.lost = "a rank had gone"  # which the next forward says
         super().free(slot)
 
     def close(self) -> None:
@@ -238,7 +251,14 @@ class ParallelTarget(TorchTarget):
             self._ranks.leave()
 
     def follow(self) -> None:
-        """Do what rank 0 tells until it ends. Raises ModelError when it or this rank fails."""
+        """Do what rank 0 tells until it ends. Raises ModelError when it or this rank fails.
+
+        Called in the main thread. SIGTERM and SIGINT go to all ranks at once, and rank 0 needs the
+        others until it has handed its sessions back: here they are only noted.
+        """
+        told: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: told.append(number))
         try:
             while (order := self._ranks.hear()) is not None:
                 name, argument = order
@@ -247,6 +267,8 @@ class ParallelTarget(TorchTarget):
                 elif name == "free":
                     self.free(argument)
         except Exception as exc:
+            if told:  # rank 0 ended before it had anything to serve
+                return
             cause = " ".join(str(exc).split())[:160]
             raise ModelError(
                 f"rank {self._ranks.rank} of {self.name} ends ({type(exc).__name__} {cause}): "
