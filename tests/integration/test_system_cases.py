@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from broker.errors import TransportError
+from broker.messages import VERIFY_TRIGGERED
 from broker.transport import ConnectionState
 from edge_agent.core.policies import POLICIES, find_policy
 from edge_agent.core.timing import Timing
@@ -248,7 +249,7 @@ def test_a_right_draft_is_accepted_whole(url: str) -> None:
         Replica(url, PacedTarget()) as replica,
         Device(url, scripted_draft(always_right(chooser()))) as device,
     ):
-        generation = device.generate(max_tokens=170)
+        generation = device.generate(max_tokens=170, verify=VERIFY_TRIGGERED)
         tokens = [token for commit in generation for token in commit.tokens]
         assert tokens == continuation(PROMPT, 170)
         assert generation.stats.rolled_back == 0
