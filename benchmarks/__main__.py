@@ -1,5 +1,7 @@
 """Run the benchmarks one after another: ``python -m benchmarks [NAME ...]``.
 
+Those that take many minutes (LONG) run only when they are named.
+
 Each runs in a process of its own, so that none measures what another left behind. Exit code 1 when
 one of them fails (a mark missed or an error), 2 for an unknown name.
 """
@@ -12,6 +14,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+LONG = ("chaos", "churn")
 
 
 def names() -> list[str]:
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"benchmarks: no {unknown[0]}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     failed = []
-    for name in arguments or known:
+    for name in arguments or [name for name in known if name not in LONG]:
         print(f"\n== {name} ==", flush=True)
         started = time.monotonic()
         code = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode
