@@ -286,3 +286,5 @@ class PahoLink:
         for name, code in zip(self.pending.pop(packet_id, ()), codes, strict=False):
             if code.is_failure:
                 self._listener.filter_refused(name, str(code))
+        if not self.pending:
+            self._listener.subscribed()

@@ -335,6 +335,14 @@ class MqttDriver:
             self.refused += 1
             self._log_once(f"the broker refused a message ({refusal}): check its access rules")
 
+    def subscribed(self) -> None:
+        """See Listener; an answer to what was read in with this one must not be dropped."""
+        link = self._link
+        if link is None or self._up or self._link_version != self._filters_version:
+            return
+        if link.accepted and link.loss is None:
+            self._link_up()
+
     def filter_refused(self, topic_filter: str, refusal: str) -> None:
         """See Listener."""
         self.refused += 1
