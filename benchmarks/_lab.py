@@ -334,6 +334,10 @@ class Lab:
                 return held
             time.sleep(0.1)
 
+    def forgotten(self) -> dict[int, int]:
+        """By process: sessions that a scripted verifier gave up because nobody spoke of them."""
+        return {one.pid: one.counters()["expired"] for one in self.verifiers if one.scripted}
+
     def _held(self, verifier: Verifier) -> str:
         if verifier.scripted:
             told = verifier.counters()

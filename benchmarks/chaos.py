@@ -7,6 +7,8 @@ In each round devices write texts over a real Mosquitto, and at a random moment 
 one process: it is killed (and another started), stopped for ``--pause`` seconds, or told to leave.
 The round is over when all texts are done; then no living verifier may hold a session or a slot, nor
 the broker a subscription, a connection or a retained message that was not there at the start.
+Sessions that a verifier had to forget (their devices went on elsewhere while it was paused) are
+counted.
 Exit code 1 when a text is wrong or missing or something is left over.
 """
 
@@ -42,8 +44,10 @@ FAULTS = (
 )
 #: Seconds until a round's texts must be done, beside the pause.
 ROUND_S = 180.0
+#: Seconds after which a verifier forgets a session whose device moved on while it was paused.
+IDLE_S = 12.0
 #: Seconds in which everything must have been given back.
-QUIET_S = 30.0
+QUIET_S = 30.0 + IDLE_S
 #: Seconds until a verifier must have left after SIGTERM.
 LEAVE_S = 20.0
 #: Share of the time that the texts of a round take at least, within which its fault happens.
@@ -61,6 +65,7 @@ class Round:
     gap: float = 0.0
     first: float = 0.0  # the longest wait for a first token
     seconds: float = 0.0
+    forgotten: int = 0  # sessions that nobody closed
     struck: bool = False  # whether texts were being written when it happened
     losses: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -84,6 +89,7 @@ class Chaos:
             patience_s=ROUND_S,
         )
         self._base = lab.left.settled()
+        self._forgotten: dict[int, int] = {}
         self._within_s = _WITHIN * args.texts * args.max_tokens * fleet_texts.GAMMA_S
         faults: dict[str, Callable[[], None]] = {
             "kill-replica": self._kill_replica,
@@ -144,6 +150,12 @@ class Chaos:
         self._lab.wait_online(600.0 if self._args.pair else 60.0)
         found.wrong += self._lab.sessions_left(QUIET_S)
         found.wrong += self._lab.left.wait_for(self._base, QUIET_S)
+        forgotten = self._lab.forgotten()
+        # A verifier that was replaced begins at none.
+        found.forgotten = sum(
+            max(0, count - self._forgotten.get(pid, 0)) for pid, count in forgotten.items()
+        )
+        self._forgotten = forgotten
 
     # -- faults ---------------------------------------------------------------------------------
 
@@ -198,6 +210,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
             "gap_s": round(max(one.gap for one in some), 3),
             "median_gap_s": round(statistics.median(one.gap for one in some), 3),
             "first_s": round(max(one.first for one in some), 3),
+            "forgotten": sum(one.forgotten for one in some),
             **{name: sum(one.losses.get(name, 0) for one in some) for name in _LOSSES},
         }
     return found
@@ -206,12 +219,13 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> list[str]:
     """The summary for a terminal."""
     lines = [
-        f"{'fault':18} rounds  struck  longest gap  median gap  longest first  reopens  timeouts"
+        f"{'fault':18} rounds  struck  longest gap  median gap  longest first  reopens  timeouts  "
+        "forgotten"
     ]
     lines += [
         f"{fault:18} {one['rounds']:6}  {one['struck']:6}  {one['gap_s']:9.2f} s  "
         f"{one['median_gap_s']:8.2f} s  {one['first_s']:11.2f} s  {one['reopens']:7}  "
-        f"{one['timeouts']:8}"
+        f"{one['timeouts']:8}  {one['forgotten']:9}"
         for fault, one in found.items()
     ]
     return lines
@@ -260,9 +274,11 @@ def chaos(args: argparse.Namespace) -> int:
     texts = (
         read_traces(args.traces) if args.pair else fleet_texts.made_up(args.seed, args.max_tokens)
     )
-    flags = ["--forward-ms", "10"]
+    flags = ["--idle-ttl", str(IDLE_S)]
     if args.pair:
-        flags = ["--pair", args.pair, "--dtype", "float32", "--threads", "1"]
+        flags += ["--pair", args.pair, "--dtype", "float32", "--threads", "1"]
+    else:
+        flags += ["--forward-ms", "10"]
     begin = time.monotonic()
     rounds: list[Round] = []
     with Lab(args.replicas, flags, args.pair) as lab:
@@ -277,6 +293,7 @@ def chaos(args: argparse.Namespace) -> int:
             print(
                 f"{number:4} {one.fault:18} gap {one.gap:6.2f} s, first {one.first:6.2f} s, "
                 f"{one.texts} texts in {one.seconds:5.1f} s{losses and '; ' + losses}"
+                f"{f'; forgotten {one.forgotten}' if one.forgotten else ''}"
                 + "".join(f"\n     WRONG: {what}" for what in one.wrong),
                 file=sys.stderr,
                 flush=True,
