@@ -24,6 +24,7 @@ from broker.errors import ConfigError, LocalProtocolError
 from broker.messages import (
     DraftBatch,
     EdgeMessage,
+    Resync,
     Verdict,
     VerifierMessage,
 )
@@ -166,6 +167,13 @@ class _Draft:
             one, other = self._fillers
             token = one if trace.tokens[position] != one else other
         return token, trace.confidences[position], max(took, self._floor_s)
+
+
+def _tokens_on_the_wire(message: EdgeMessage) -> int:
+    """What a padded wire is charged for, as the relay counts it: drafts and probes."""
+    if isinstance(message, Resync):
+        return len(message.padding)
+    return len(message.tokens) if isinstance(message, DraftBatch) else 0
 
 
 class _Replay:
@@ -318,7 +326,7 @@ class _Replay:
     def _send_up(self, outgoing: Outgoing) -> None:
         message = outgoing.message
         topic, payload, qos = publication(_DEVICE, _SESSION, outgoing)
-        tokens = len(message.tokens) if isinstance(message, DraftBatch) else 0
+        tokens = _tokens_on_the_wire(message)
         charged = len(topic) + len(payload) + _FRAMING + (_PACKET_ID if qos else 0)
         charged += tokens * self.scenario.pad_bytes_per_token
         passage = self.link.up.send(self.now, charged)

@@ -95,6 +95,7 @@ class EdgeSession:
         self._limit = config.max_tokens
         self._verify = self.policy.verify or config.verify
         self._draft_broken = False
+        self._opening_asks = False  # the latest SessionOpen wanted a token too
         self._up = Uplink(
             self.policy,
             self._verify,
@@ -222,6 +223,7 @@ class EdgeSession:
     def _fire(self, rule: str | None, now: float) -> None:
         if rule is not None and self._state is State.ACTIVE:
             self.stats.count_trigger(rule)
+            self.trigger.asked(self._window.position)
             self._ask(now)
 
     def draft_failed(self, effect: DraftNext) -> None:
@@ -321,6 +323,9 @@ class EdgeSession:
 
     def _open(self, now: float) -> None:
         attach = self._at.open(now)
+        # Alone the text grows on: what is asked for now would be out of date when it comes.
+        first = self.config.ask_first and self.policy.proactive
+        self._opening_asks = first and self._state is not State.LOCAL
         if self._at.connected:
             message = SessionOpen(
                 attach=attach,
@@ -330,20 +335,16 @@ class EdgeSession:
                 max_tokens=self.config.max_tokens,
                 vocab_hash=self.config.vocab_hash,
                 verify=self._verify if self._verify in VERIFY_MODES else VERIFY_TRIGGERED,
-                ask=self._asks_first,
+                ask=self._opening_asks,
             )
             self._up.put(message, None)
-
-    @property
-    def _asks_first(self) -> bool:
-        return self.config.ask_first and self.policy.proactive
 
     def _reopen(self, now: float) -> None:
         """Attach to whichever replica answers; drafts stay, they are as good as before."""
         if not self._waiting:
             self._at.begin_wait(now)
         self.stats.reopens += 1
-        self._up.asked = None
+        self._up.detached()
         self._state = State.OPENING
         step = self._at.lost(now)
         if step is Next.GIVE_UP:
@@ -362,10 +363,10 @@ class EdgeSession:
         self._at.accepted(message.verifier, now)
         self._limit = min(self.config.max_tokens, message.limit)
         self._window.new_verifier()
-        self.trigger.reset()
+        self.trigger.rolled_back()
         if self._window.draft:
             self._ask(now)
-        elif self._asks_first:
+        elif self._opening_asks:
             self._up.asked_by_opening(now)
 
     def _on_refused(self, message: Refused, now: float) -> None:
@@ -398,7 +399,7 @@ class EdgeSession:
 
     def _go_local(self, now: float) -> None:
         self._at.detach()
-        self._up.asked = None
+        self._up.detached()
         self._state = State.LOCAL
         for token in self._window.clear_draft():
             self._commit_local(token)
@@ -426,15 +427,15 @@ class EdgeSession:
                 self._reopen(now)
             return
         self._at.progress()
+        accepted, own = outcome.accepted, len(outcome.fresh) - outcome.accepted
+        self.stats.count_verdict(verdict, accepted, own)
+        if self.policy.adapt_r1:
+            self.trigger.adapt(verdict.judged, accepted, verdict.start + verdict.judged)
         if outcome.lost is not None:
             self.stats.rolled_back += outcome.lost
             self.sending.rolled_back()
             self._up.drop_request()
-            self.trigger.reset()
-        accepted, own = outcome.accepted, len(outcome.fresh) - outcome.accepted
-        self.stats.count_verdict(verdict, accepted, own)
-        if self.policy.adapt_r1:
-            self.trigger.adapt(verdict.judged, accepted)
+            self.trigger.rolled_back()
         sources = (SOURCE_ACCEPTED,) * accepted + (SOURCE_TARGET,) * own
         self._effects.append(Commit(outcome.start, outcome.fresh, sources))
         if verdict.finish is not None:
@@ -446,7 +447,9 @@ class EdgeSession:
         asked = self._up.asked
         if asked is not None and end > asked:
             self._up.answered(now)
-            self._fire(self.trigger.release(), now)
+            rule = self.trigger.release()
+            if self._window.draft:  # else what it fired for is committed
+                self._fire(rule, now)
         elif asked is not None:
             self._up.answered_in_part(now)
 

@@ -7,6 +7,7 @@ product never exceeds its last factor, so with ``r1 >= r2`` the token rule never
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 from broker.errors import ConfigError
@@ -14,6 +15,8 @@ from broker.errors import ConfigError
 #: Fixed defaults until they are tuned per device; chosen by measurement, docs/design-notes.md.
 DEFAULT_R1 = 0.35
 DEFAULT_R2 = 0.40
+#: Requests whose verdict may still come.
+MAX_ASKED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,16 @@ class Trigger:
         self._length = 0
         self._fired_at = 1.0  # the product at the latest trigger
         self._held: str | None = None  # the rule that fired while it was not to
+        # What was asked for and not judged yet: up to where, and the product at that trigger.
+        self._asked: deque[tuple[int, float]] = deque(maxlen=MAX_ASKED)
+
+    def rolled_back(self) -> None:
+        """The draft begins anew, and nothing that was asked for will be judged."""
+        self.reset()
+        self._asked.clear()
 
     def reset(self) -> None:
-        """Begin anew: after a trigger or a rollback."""
+        """Begin anew, as after a trigger."""
         self._product = 1.0
         self._length = 0
         self._held = None
@@ -77,17 +87,25 @@ class Trigger:
             self.reset()
         return fired
 
-    def adapt(self, judged: int, accepted: int) -> None:
+    def asked(self, end: int) -> None:
+        """The rule that fired last asked for everything up to position ``end``."""
+        self._asked.append((end, self._fired_at))
+
+    def adapt(self, judged: int, accepted: int, end: int) -> None:
         """EdgeLLM's update of R1 after a verdict on ``judged`` drafts of which some were accepted.
 
         All accepted: R1 is halved, so the next draft may be longer. Otherwise it is divided by
-        C^(rejected / judged), C being the product at the trigger. Clamped to 1e-9 and 1.
+        C^(rejected / judged), C being the product at the trigger that asked for what ended at
+        position ``end``. Clamped to 1e-9 and 1.
         """
+        product = 1.0
+        while self._asked and self._asked[0][0] <= end:
+            _, product = self._asked.popleft()
         if judged < 1:
             return
         limits = self.thresholds
         if accepted >= judged:
             r1 = limits.r1 * 0.5
         else:
-            r1 = limits.r1 / max(self._fired_at, 1e-9) ** ((judged - accepted) / judged)
+            r1 = limits.r1 / max(product, 1e-9) ** ((judged - accepted) / judged)
         self.thresholds = replace(limits, r1=min(1.0, max(1e-9, r1)))

@@ -116,6 +116,11 @@ class Uplink:
         self.asked = None
         self._at.deadline = None
 
+    def detached(self) -> None:
+        """Whoever was asked has the session no longer; the attachment's timers are not touched."""
+        self.asked = None
+        self.going_on = False
+
     def driver_returned(self, now: float) -> None:
         """Nobody listened for a while: how long an answer took by now says nothing."""
         self.asked_at = now
@@ -145,7 +150,7 @@ class Uplink:
         """
         if self.asked is None or self._verify == VERIFY_EAGER:
             return False
-        return self._policy.sending != SEND_PLANNED or self._window.survival < SEND_SURVIVAL
+        return self._policy.sending == SEND_PLANNED and self._window.survival < SEND_SURVIVAL
 
     def _send_draft(self, now: float, *, verify: bool) -> None:
         batch = self._window.take_batch(

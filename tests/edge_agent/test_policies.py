@@ -97,7 +97,7 @@ def test_pipesd_drafts_on_while_a_verdict_is_awaited() -> None:
 
 def test_edgellm_halves_r1_after_a_full_acceptance() -> None:
     trigger = Trigger(Thresholds(0.5, 0.0, 64))
-    trigger.adapt(4, 4)
+    trigger.adapt(4, 4, 4)
     assert trigger.thresholds.r1 == pytest.approx(0.25)
 
 
@@ -106,24 +106,28 @@ def test_edgellm_raises_r1_by_the_rejected_share_of_the_product() -> None:
     for confidence in (0.9, 0.8, 0.6):
         fired = trigger.observe(confidence)
     assert fired == "sequence"
-    trigger.adapt(3, 1)
+    trigger.asked(3)
+    trigger.observe(0.1)  # asks again before the verdict; that product is not the one judged
+    trigger.asked(4)
+    trigger.adapt(3, 1, 3)
     assert trigger.thresholds.r1 == pytest.approx(min(1.0, 0.5 / 0.432 ** (2 / 3)))
 
 
 def test_edgellm_keeps_r1_within_its_bounds() -> None:
     trigger = Trigger(Thresholds(0.5, 0.0, 64))
     for _ in range(100):
-        trigger.adapt(4, 4)
+        trigger.adapt(4, 4, 4)
     assert trigger.thresholds.r1 == pytest.approx(1e-9)
-    trigger.observe(1e-9)
     for _ in range(100):
-        trigger.adapt(4, 0)
+        trigger.observe(1e-9)
+        trigger.asked(4)
+        trigger.adapt(4, 0, 4)
     assert trigger.thresholds.r1 == 1.0
 
 
 def test_an_empty_verdict_leaves_r1_alone() -> None:
     trigger = Trigger(Thresholds(0.5, 0.0, 64))
-    trigger.adapt(0, 0)
+    trigger.adapt(0, 0, 0)
     assert trigger.thresholds.r1 == 0.5
 
 

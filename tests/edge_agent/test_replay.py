@@ -176,6 +176,14 @@ def test_padding_is_charged_to_the_link_alone() -> None:
     assert padded.seconds == pytest.approx(plain.seconds + plain.drafted * 290_000 * 8 / 20e6)
 
 
+def test_a_probe_is_charged_as_the_batch_that_it_stands_for() -> None:
+    """Else a replay would learn that tokens cost nothing on a padded wire."""
+    trace = make_trace([True] * 60)
+    link = Scenario("padded", Link(up_bps=20e6, delay_s=0.020), wire="full-probs")
+    learnt = replay(trace, Policy("x", verify="triggered"), link, overhead=FREE).estimates.link
+    assert learnt.beta == pytest.approx(290_000 * 8 / 20e6, rel=0.05)
+
+
 def test_overhead_counts_for_each_message() -> None:
     trace = make_trace([True] * 10)
     free = replay(trace, vanilla(4), NOTHING, overhead=FREE)

@@ -23,6 +23,9 @@ from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from tests.edge_agent.hand import EOS, OFTEN, PROMPT, VOCAB, Hand, opened
 
+#: Asks at each doubtful token, and sends nothing before.
+HELD = Policy("held", OFTEN, sending=SEND_HELD, ask_again=1)
+
 # -- sending ------------------------------------------------------------------------------------
 
 
@@ -66,7 +69,7 @@ def test_each_rule_asks_at_its_token(thresholds, confidences, rule) -> None:
 
 def test_drafting_goes_on_while_a_verdict_is_awaited_up_to_max_ahead() -> None:
     """Rule 2: what comes meanwhile is held back until the verdict or the next trigger."""
-    hand = opened(OFTEN, max_ahead=4)
+    hand = opened(policy=HELD, max_ahead=4)
     hand.draft(1, confidence=0.1)
     assert hand.batch().verify
     hand.draft(2, 3)
@@ -156,7 +159,7 @@ def test_a_request_brings_the_probes_that_are_due() -> None:
 
 
 def test_a_hopeless_draft_pauses_until_the_verdict() -> None:
-    hand = opened(OFTEN, min_survival=0.3)
+    hand = opened(policy=HELD, min_survival=0.3)
     hand.draft(1, confidence=0.4)
     hand.batch()
     hand.draft(2, confidence=0.6)  # 0.24 of hope for both
@@ -164,6 +167,25 @@ def test_a_hopeless_draft_pauses_until_the_verdict() -> None:
     hand.verdict(0, [1], accepted=1)  # one right, one asked for is still missing
     hand.effects()
     assert hand.wanted().position == 2
+
+
+def test_at_once_is_at_once_while_a_verdict_is_awaited_too() -> None:
+    hand = opened(OFTEN)
+    hand.draft(1, confidence=0.1)
+    assert hand.batch().verify
+    hand.draft(2)
+    assert hand.batch() == DraftBatch(1, 1, 1, (2,))
+
+
+def test_a_rule_that_fired_for_what_is_committed_meanwhile_asks_for_nothing() -> None:
+    hand = opened(verify=VERIFY_AHEAD, policy=Policy("x", OFTEN, sending=SEND_HELD))
+    hand.draft(1, confidence=0.1)
+    assert hand.batch().verify
+    hand.draft(2, confidence=0.1)  # with too little to ask again
+    hand.draft(3)
+    hand.verdict(0, [1, 2, 3], accepted=1)  # the target wrote the rest by itself
+    assert hand.sent() == []
+    assert not hand.session.awaiting
 
 
 def test_what_was_held_back_goes_out_after_the_verdict() -> None:
