@@ -57,7 +57,7 @@ def test_a_cut_in_the_middle_of_1000_batches_changes_nothing(url: str, whose: st
         Replica(url, PacedTarget(), relayed=whose == "verifier") as replica,
         Device(url, wrong(), relayed=whose == "device") as device,
     ):
-        running = device.run(max_tokens=BATCHES, thresholds=ONE_BY_ONE)
+        running = device.run(max_tokens=BATCHES, thresholds=ONE_BY_ONE, verify=VERIFY_TRIGGERED)
         assert running.reached(CUT_AT)
         link = (device if whose == "device" else replica).transport
         link.cut()
