@@ -98,6 +98,11 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self._orders)
         return box[0]
 
+    def meet(self, device: torch.device) -> None:
+        """Wait for all ranks, ``_FORWARD_S`` at most. Raises RuntimeError when one is missing."""
+        mine = torch.zeros(1, device=device)
+        dist.all_gather([torch.empty_like(mine) for _ in range(self.count)], mine, group=self.sums)
+
     def leave(self) -> None:
         """Let go of the others; twice is once."""
         if dist.is_initialized():
@@ -216,6 +221,8 @@ class ParallelTarget(TorchTarget):
             if self.lost is not None:
                 raise RuntimeError(self.lost)
             self._tell(("logits", tuple(batch)))
+            # Layers that stay transformers' own exchange with the patience of loading.
+            self._ranks.meet(self._device)
             return super().logits(batch)
         except Exception as exc:
             if not self._leads:
@@ -280,6 +287,13 @@ class ParallelTarget(TorchTarget):
     def _tell(self, order: tuple[str, Any]) -> None:
         if self._leads:
             self._ranks.tell(order)
+
+    def _agree(self, blocks: int) -> int:
+        """The fewest that fit on any rank: rank 0 names blocks for all of them."""
+        mine = torch.tensor([blocks], device=self._device)
+        parts = [torch.empty_like(mine) for _ in range(self._ranks.count)]
+        dist.all_gather(parts, mine)
+        return min(int(part) for part in parts)
 
     def _reference(self) -> tuple[list[int], Tensor]:
         found = super()._reference()  # what transformers itself computes over the ranks
