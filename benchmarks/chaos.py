@@ -52,6 +52,8 @@ QUIET_S = 30.0 + IDLE_S
 LEAVE_S = 20.0
 #: Share of the time that the texts of a round take at least, within which its fault happens.
 _WITHIN = 0.3
+#: From so many rounds on one without a fault comes first, for comparison.
+_COMPARED = 6
 _LOSSES = ("reopens", "timeouts", "resyncs", "refusals", "stuck", "disconnects")
 
 
@@ -286,7 +288,8 @@ def chaos(args: argparse.Namespace) -> int:
         fleet_texts.check_texts(texts, status.vocab_hash, status.context)
         assert args.pair or status.vocab_hash == load_text.VOCAB_HASH
         game = Chaos(lab, lab.crew(), texts, args)
-        for number, fault in enumerate([None, *game.order()]):
+        quiet = [None] if args.rounds >= _COMPARED else []
+        for number, fault in enumerate([*quiet, *game.order()], 1 - len(quiet)):
             one = game.play(number, fault)
             rounds.append(one)
             losses = ", ".join(f"{name} {count}" for name, count in one.losses.items())
@@ -302,7 +305,7 @@ def chaos(args: argparse.Namespace) -> int:
     bad = [one for one in rounds if one.wrong]
     worst = max(rounds, key=lambda one: one.gap)
     data = {
-        "rounds": len(rounds) - 1,
+        "rounds": args.rounds,
         "texts": sum(one.texts for one in rounds),
         "bad_rounds": [asdict(one) for one in bad],
         "longest_gap_s": round(worst.gap, 3),
