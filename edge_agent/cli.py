@@ -255,6 +255,8 @@ def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
     if not 0.0 < timeout <= 86_400.0:
         raise ConfigError(f"--timeout {timeout} is outside 0 to 86400 seconds")
     policy = find_policy(args.policy)
+    if policy.verify is not None and args.verify not in (DEFAULT_VERIFY, policy.verify):
+        raise ConfigError(f"--verify {args.verify} with --policy {policy.name}: leave it out")
     own = policy.thresholds
     thresholds = Thresholds(
         own.r1 if args.r1 is None else args.r1,

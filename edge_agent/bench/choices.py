@@ -68,7 +68,7 @@ class Choices:
         self.target_threads = args.target_threads or max(1, cores - 1)
         if args.threads is None:
             args.threads = max(1, cores - self.target_threads)
-        self.broker = _broker_kind(args.broker_kind)
+        self.broker = broker_kind(args.broker_kind)
         self.cells = list(
             order(
                 [one.name for one in self.contenders],
@@ -192,7 +192,7 @@ def _limit_minutes(args: argparse.Namespace) -> float:
     return float(minutes)
 
 
-def _broker_kind(kind: str) -> str:
+def broker_kind(kind: str) -> str:
     from edge_agent.bench.mosquitto import find_mosquitto
 
     installed = find_mosquitto() is not None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime, timezone
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,10 @@ def _record(
     finally:
         progress.end()
     progress.note(f"recorded: {path}")
-    if not chosen.args.json:
-        for line in lines_of_replays(rows):
-            print(line)
+    # Standard output is for one object.
+    into = sys.stderr if chosen.args.json else sys.stdout
+    for line in lines_of_replays(rows):
+        print(line, file=into)
 
 
 # -- what comes out -------------------------------------------------------------------------------
@@ -284,10 +286,7 @@ def _publish(args: argparse.Namespace, file: ResultsFile, outputs: Mapping[str, 
     data = as_json(file.header, rows, results, found, planned=len(planned))
     html = page(file.header, rows, results, texts, planned=len(planned))
     for kind, content in (("json", json.dumps(data, indent=1)), ("html", html)):
-        try:
-            outputs[kind].write_text(content, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {outputs[kind]}: {error.strerror}") from None
+        replace_file(outputs[kind], partial(Path.write_text, data=content, encoding="utf-8"))
     if args.json:
         print(json.dumps({key: value for key, value in data.items() if key != "cells"}))
     else:

@@ -109,7 +109,7 @@ def _known() -> dict[str, Contender]:
     ]
     modes: list[tuple[str, str]] = [
         (VERIFY_TRIGGERED, "the paper's: the target waits for triggers"),
-        (VERIFY_EAGER, "the target also judges what came without one, when it would idle"),
+        (VERIFY_EAGER, "the target also judges what came without one (ids, planned: hardly any)"),
         (VERIFY_AHEAD, "the target also writes on by itself, whenever it would idle"),
     ]
     return {

@@ -15,7 +15,7 @@ from broker.command import Stopped
 from broker.errors import ConfigError
 from broker.flags import add_broker_flags, broker_settings, sampling_from
 from broker.messages import VerifierStatus
-from edge_agent.bench.choices import _broker_kind
+from edge_agent.bench.choices import broker_kind
 from edge_agent.bench.contenders import CONTENDERS, select
 from edge_agent.bench.traces import Trace, read_traces
 from edge_agent.core.policies import Policy
@@ -31,7 +31,9 @@ _EMBEDDED_MOST = 1_900
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     """Those of the load test; the rest are the bench's."""
     fleet = parser.add_argument_group(
-        "load test", "many emulated devices at once; of the flags above only the target's count"
+        "load test",
+        "many emulated devices at once; of the flags above those of target, sampling and output "
+        "count",
     )
     fleet.add_argument(
         "--fleet", type=int, metavar="N", help="run N emulated devices instead of comparing"
@@ -134,7 +136,7 @@ class FleetChoices:
         _between("--processes", self.processes, 1, MAX_PROCESSES)
         if args.target_threads is not None:
             _between("--target-threads", args.target_threads, 1, 1_024)
-        self.broker = "" if args.broker else _broker_kind(args.broker_kind)
+        self.broker = "" if args.broker else broker_kind(args.broker_kind)
         if self.broker == "embedded" and args.fleet > _EMBEDDED_MOST:
             raise ConfigError(
                 f"the embedded broker takes {_EMBEDDED_MOST} devices: install mosquitto for more"

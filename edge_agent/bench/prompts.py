@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from broker.errors import ConfigError
 
 MAX_PROMPTS = 10_000
 MAX_CHARACTERS = 100_000
+#: Bytes of a file of prompts.
+MAX_FILE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,11 @@ def read_prompts(
     lines are skipped. Raises ConfigError naming the flag, the file and the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_FILE + 1)
+        if len(raw) > MAX_FILE:
+            raise ConfigError(f"{flag} {path} is above {MAX_FILE >> 20} MiB: split the file")
+        lines = raw.decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise ConfigError(f"cannot read {flag} {path}: {cause}") from None
@@ -129,6 +136,10 @@ def _read_line(line: str, where: str, name: str, chat: bool) -> BenchPrompt:
     text = data.get("prompt") if isinstance(data, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(f'{where} has no text as "prompt": mend that line')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} has half of a surrogate pair: mend that line") from None
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{where}: {len(text)} characters, above {MAX_CHARACTERS}: shorten it")
     name = str(data.get("id", name))
@@ -140,6 +151,6 @@ def _read_line(line: str, where: str, name: str, chat: bool) -> BenchPrompt:
 
 def check_names(names: Sequence[str], what: str) -> None:
     """Raises ConfigError that begins with ``what`` when one comes twice."""
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ConfigError(f"{what}: {twice[0]!r} comes twice: name each once")

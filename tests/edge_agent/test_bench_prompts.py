@@ -37,6 +37,7 @@ def test_a_file_is_read_line_by_line(tmp_path) -> None:
         ("\n \n", "holds no prompt"),
         ('{"prompt": "a"}\n{', "line 2 is no JSON"),
         ('{"prompt": "a"}\n\n{"text": "b"}', 'line 3 has no text as "prompt"'),
+        ('{"prompt": "a"}\n{"prompt": "\\ud800"}', "line 2 has half of a surrogate pair"),
         ('{"prompt": 7}', "line 1"),
         ('{"prompt": "  "}', "line 1"),
         ('["a"]', "line 1"),

@@ -14,6 +14,7 @@ from broker.sampling import Sampling
 from broker.topics import down_topic
 from broker.transport import ConnectionEvent, ConnectionState, Message
 from edge_agent import generation as module
+from edge_agent.core.trigger import Thresholds
 from edge_agent.draft import Proposal
 from edge_agent.generation import PREFILL_TOKENS, Request
 from edge_agent.runtime import Agent
@@ -100,6 +101,19 @@ def test_cancelling_ends_the_reading_of_a_long_prompt(monkeypatch: pytest.Monkey
     assert list(generation) == []
     assert generation.finish == "cancelled"
     assert draft.length == PREFILL_TOKENS
+
+
+def test_thresholds_change_while_a_generation_runs() -> None:
+    clock, wire = VirtualClock(), Wire()
+    generation = Agent(wire, SlowDraft(clock, wire), "d", clock=clock).generate(Request(PROMPT))
+    trigger = generation._core.trigger
+    generation.set_thresholds(Thresholds(0.0, 0.0, 64))
+    assert trigger.observe(0.1) is None
+    generation.set_thresholds(Thresholds(0.0, 0.9, 64))
+    assert trigger.observe(0.8) == "token"
+    generation.set_thresholds(Thresholds(0.95, 0.0, 64))
+    assert trigger.observe(0.9) == "sequence"
+    generation.close()
 
 
 def test_the_first_dropped_message_of_a_kind_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -198,3 +198,8 @@ def test_flags_win_over_variables_and_those_over_the_file(
     assert tokens("--max-tokens", "5") == 5
     monkeypatch.delenv("PIPESD_MAX_TOKENS")
     assert tokens() == 3
+
+
+def test_a_way_to_verify_that_the_policy_does_not_leave_open() -> None:
+    flags = ["--policy=vanilla", "--verify=eager"]
+    error_line(call("edge-agent", *GENERATE, *flags), 2, "--verify eager with --policy vanilla")

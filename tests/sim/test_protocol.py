@@ -57,12 +57,12 @@ def at_once() -> Policy:
     return replace(pipesd(), sending=SEND_AT_ONCE)
 
 
-#: The policies that leave the judgement to a verifier, pipesd aside (None: the thresholds below).
 def once() -> Policy:
     """EdgeLLM that has one request at a time."""
     return replace(edgellm(), ask_again=512)
 
 
+#: The policies that leave the judgement to a verifier; None: pipesd with the thresholds below.
 JUDGING = (vanilla, hsl, edgellm, cloud, at_once, once)
 
 chances = st.sampled_from([0.0, 0.05, 0.15, 0.4])
@@ -109,7 +109,12 @@ class Protocol(RuleBasedStateMachine):
         faults=faults,
         context=st.sampled_from([512, 512, 30, 14]),
         slots=st.sampled_from([4, 2, 1]),
-        limits=st.builds(Limits, st.sampled_from([64, 16, 3]), st.sampled_from([64, 8, 1])),
+        limits=st.builds(
+            Limits,
+            st.sampled_from([64, 16, 3]),
+            st.sampled_from([64, 8, 1]),
+            st.sampled_from([32, 4, 1]),
+        ),
         max_sessions=st.sampled_from([64, 64, 64, 1]),
         idle_ttl=st.sampled_from([300.0, 10.0]),
         stop_share=st.sampled_from([0, 20, 200]),
