@@ -142,7 +142,7 @@ def test_a_verifier_ends_with_its_parents_pipe(url: str) -> None:
                 command.until(lambda maps=maps: "libtorch" in maps.read_text())
             assert command.process.stdin is not None
             command.process.stdin.close()
-            assert command.wait(SOON).code == (0 if loaded else INTERRUPTED)
+            assert command.wait(SOON).code == 0
             assert "Traceback" not in command.err
 
 
