@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from broker.errors import TransportError
-from broker.mqtt import MqttSettings, MqttTransport
+from broker.mqtt import MqttSettings, MqttTransport, PahoLink
 from broker.outbox import MAX_DEATHS
-from broker.transport import ConnectionState, Will
+from broker.transport import ConnectionState, Message, Will
 from tests.broker.scripted_broker import (
     CONNECT,
     PINGREQ,
     PUBLISH,
+    SUBSCRIBE,
     Connection,
     ScriptedBroker,
     packet_id,
@@ -358,6 +359,61 @@ def test_message_with_a_broken_topic_is_dropped(dial: Dial) -> None:
         assert peer.payloads == [b"y"]
         assert peer.states == [CONNECTED]
         assert peer.transport.dropped == 1
+
+
+def test_what_has_come_is_taken_in_together(dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One packet for each look at the socket would let a burst wait behind as many looks."""
+    count = 640
+    looks = 0
+    real = PahoLink.wait
+
+    def wait(link: PahoLink, timeout: float) -> bool:
+        nonlocal looks
+        looks += 1
+        return real(link, timeout)
+
+    def burst(connection: Connection, kind: int, flags: int, body: bytes) -> None:
+        polite(connection, kind, flags, body)
+        if kind == SUBSCRIBE:
+            messages = (b"\x30\x07\0\x02ab\0" + n.to_bytes(2, "big") for n in range(count))
+            connection.raw(b"".join(messages))
+
+    monkeypatch.setattr(PahoLink, "wait", wait)
+    with ScriptedBroker(burst) as broker:
+        peer = dial(broker.url, "#")
+        assert wait_until(lambda: len(peer.messages) == count)
+        assert peer.payloads == [n.to_bytes(2, "big") for n in range(count)]
+        assert looks < count / 4
+
+
+def test_an_answer_to_what_came_with_the_subscription_is_sent() -> None:
+    """The link is up before it is heard: QoS 0 would be dropped otherwise."""
+
+    def quick(connection: Connection, kind: int, flags: int, body: bytes) -> None:
+        if kind != SUBSCRIBE:
+            polite(connection, kind, flags, body)
+            return
+        suback = b"\x90\x04" + body[:2] + b"\0\0"
+        connection.raw(suback + b"\x30\x06\0\x02ab\0y")
+
+    with ScriptedBroker(quick) as broker:
+        peer = Peer(MqttTransport(MqttSettings.from_url(broker.url, "quick")), "quick")
+        states: list[list[ConnectionState]] = []
+
+        def reply(message: Message) -> None:
+            states.append(peer.states)
+            peer.transport.publish("answer", b"a")
+
+        peer.reply = reply
+        peer.transport.subscribe("ab")
+        peer.start()
+        try:
+            assert wait_until(lambda: states)
+            assert states == [[CONNECTED]]
+            assert wait_until(lambda: b"a" in broker.connections[-1].publishes())
+            assert peer.transport.dropped == 0
+        finally:
+            peer.transport.stop(0.3)
 
 
 def test_silent_broker_is_an_outage(dial: Dial) -> None:

@@ -252,6 +252,29 @@ def test_thinking_takes_time() -> None:
     assert slow.tally.tpt.quantile(0.9) == pytest.approx(quick.tally.tpt.quantile(0.9), rel=0.5)
 
 
+@pytest.mark.parametrize("within", [0.001, 0.05, 0.5])
+def test_readers_that_hang_up_leave_nothing(within) -> None:
+    """While it is being opened, just opened, or in the middle of the text."""
+    fleet = Fleet(6, generations=12, hang_up=0.6, hang_up_s=within)
+    tally = fleet.run()
+    counts = tally.counts
+    assert counts["hung_up"] > 20
+    assert counts["generations"] + counts["hung_up"] == 72
+    assert summary(tally)[1:] == [0, 0, 0]
+    assert fleet.sessions_left() == 0
+    assert len(fleet.verifier.core.slots) == 0
+    assert all(device.unanswered is None for device in fleet.devices)
+
+
+def test_the_gaps_that_a_reader_sees_are_measured() -> None:
+    fleet = Fleet(2, generations=1, policy=find_policy("vanilla"))
+    tally = fleet.run()
+    assert summary(tally) == [2, 0, 0, 0]
+    assert tally.gaps.count > 4
+    # A window of drafts, two ways over the network, a forward.
+    assert FORWARD_S < tally.gaps.quantile(0.5) <= tally.gaps.largest < 1.0
+
+
 def test_a_lost_connection_costs_time_but_no_token() -> None:
     fleet = Fleet(3, generations=1)
     for _ in range(20):

@@ -14,6 +14,7 @@ import msgpack
 import pytest
 
 from broker.codec import decode, encode
+from broker.errors import Refused as RefusedError
 from broker.messages import (
     CLOSED_TOKEN,
     CLOSED_UNKNOWN,
@@ -243,6 +244,22 @@ def test_ids_and_prompts_beyond_what_the_target_has(url: str) -> None:
         hand.open("fits", prompt=(7,) * (context - 1))
         assert hand.answer("fits", Accepted).limit == 1
         assert narrow.sessions == 1
+
+
+def test_a_padded_vocabulary(url: str) -> None:
+    """Case 27: more rows on the edge are no other tokenizer; a draft from there is told so."""
+    rows = {"vocab_size": VOCAB + 64}
+    padded = scripted_draft(sometimes_right(chooser(), VOCAB, 0.8, seed=3), **rows)
+    beyond = scripted_draft(lambda *_: (VOCAB + 3, 0.9), **rows)
+    with Replica(url, PacedTarget(seconds=0.001)) as replica, bystander(url, replica):
+        with Device(url, padded) as device:
+            assert device.write(max_tokens=60) == continuation(PROMPT, 60)
+        with Device(url, beyond) as device:
+            with pytest.raises(RefusedError) as refusal:
+                device.write(max_tokens=60)
+            assert refusal.value.reason == CLOSED_TOKEN
+        assert replica.core.stats.rejected["token_out_of_range"] >= 1
+        assert wait_until(lambda: replica.sessions == 1, PATIENCE)
 
 
 TREES = {
