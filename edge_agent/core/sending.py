@@ -21,6 +21,8 @@ MAX_FEED = 2
 TOKENS_TO_ASK = 2
 #: Forwards that the estimate of their duration is taken from.
 FORWARDS = 16
+#: Probes that all sessions together may send before the link is measured, or is another one.
+MAX_PROBES = 16
 #: Batches whose verdict may still come; as many are remembered of probes.
 MAX_TICKETS = 64
 
@@ -52,16 +54,18 @@ class Learnt:
 class Estimates:
     """What one session leaves to the next on the same device. Times in seconds.
 
-    ``measured``: the link's costs and the model that they go by were measured, so that the next
-    session need not send probes unless the link turns out to be another. ``forward``: seconds
-    of one forward of the target, 0: unknown.
+    ``known``: the link's costs were measured; ``measured``: the model that they go by too, so that
+    the next session need not send probes unless the link turns out to be another. ``forward``:
+    seconds of one forward of the target, 0: unknown. ``probes``: sent so far by all sessions.
     """
 
     link: LinkCost = LinkCost(0.02)  # noqa: RUF009 (frozen)
     gamma: float = 0.02
     window: int = 20
+    known: bool = False
     measured: bool = False
     forward: float = 0.0
+    probes: int = 0
 
 
 class Sending:
@@ -78,10 +82,13 @@ class Sending:
         self.window = WindowLength(start.window)
         self.forward = GammaEstimator(start.forward, FORWARDS)
         self._sending = sending
+        self._known_before = start.known or start.measured
         self._measured = start.measured
+        self._probes_before = start.probes
         self._planner = Planner(start.window, start.link, start.gamma, SLACK)
         self._count = 0  # tokens of the window so far
         self._length = 0  # tokens of the draft sequence so far
+        self._busy_until = 0.0  # when the link is done with all that was sent, by the estimates
         # Tickets of the estimator; None: two batches had that name, so no verdict tells which.
         self._batches: dict[tuple[int, int], int | None] = {}
         self._probes: dict[int, int] = {}
@@ -96,7 +103,7 @@ class Sending:
         cost = self.link.cost
         return Learnt(
             self.link.model,
-            self._measured or self.link.known,
+            self._known,
             cost.alpha,
             cost.occupancy,
             cost.beta,
@@ -116,8 +123,10 @@ class Sending:
             self.link.cost,
             self.gamma.gamma,
             self.window.value,
+            self._known,
             self._measured_enough(),
             self.forward.gamma,
+            self._probes_before + self.link.probes,
         )
 
     @property
@@ -128,9 +137,17 @@ class Sending:
         and back, and some drafting, take longer than it. False as long as that is not known.
         """
         forward = self.forward.gamma
-        if forward <= 0.0 or not (self._measured or self.link.known):
+        if forward <= 0.0 or not self._known:
             return False
         return self.link.alpha + TOKENS_TO_ASK * self.gamma.gamma > forward
+
+    def backlogged(self, now: float) -> bool:
+        """Whether the link needs longer for what was sent than the target for a forward.
+
+        More would stand in a queue until the target has written past it.
+        """
+        forward = self.forward.gamma
+        return forward > 0.0 and self._busy_until - now > forward
 
     def drafted(self, feed: int, seconds: float | None) -> None:
         """One more token of the draft, after evaluating ``feed`` tokens in ``seconds``."""
@@ -164,6 +181,7 @@ class Sending:
     def sent(self, now: float, tokens: int, name: tuple[int, int] | None = None) -> None:
         """A message of ``tokens`` went out; ``name``: of a batch, by which its verdict calls it."""
         ticket = self.link.sent(now, tokens)
+        self._occupy(now, tokens)
         if name is not None:
             self._batches[name] = None if name in self._batches else ticket
             if len(self._batches) > MAX_TICKETS:
@@ -182,6 +200,11 @@ class Sending:
             self.link.answered(ticket, now, hold)
             self._replan()
 
+    def _occupy(self, now: float, tokens: int) -> None:
+        cost = self.link.cost
+        begin = max(now, self._busy_until)
+        self._busy_until = begin + cost.occupancy + cost.beta * tokens
+
     def doubtful(self) -> None:
         """Something was lost or late: no answer to what is under way is a measurement."""
         self._batches = dict.fromkeys(self._batches)
@@ -190,6 +213,7 @@ class Sending:
     def disconnected(self) -> None:
         """The connection is gone, and what was under way with it."""
         self.link.disconnected()
+        self._busy_until = 0.0
         self._batches.clear()
         self._probes.clear()
 
@@ -197,13 +221,16 @@ class Sending:
         """Sizes in tokens of the probes that are to go out now, one right after the other."""
         if self._sending != SEND_PLANNED or len(self._probes) >= MAX_TICKETS:
             return ()
-        if self._measured and not self.link.shifts:
+        # Sessions may be too short for a round of them, and a link may be slow to carry them.
+        enough = self._measured or self._probes_before + self.link.probes >= MAX_PROBES
+        if enough and not self.link.shifts:
             return ()
         return self.link.probes_needed(now)
 
     def probe_sent(self, now: float, size: int) -> int:
         """One of them goes out; its number, above 0."""
         ticket = self.link.probe_sent(now, size)
+        self._occupy(now, size)
         number = self.link.probes
         self._probes[number] = ticket
         return number
@@ -214,6 +241,10 @@ class Sending:
         if ticket is not None:
             self.link.answered(ticket, now)
             self._replan()
+
+    @property
+    def _known(self) -> bool:
+        return self.link.known or (self._known_before and not self.link.shifts)
 
     def _measured_enough(self) -> bool:
         link = self.link

@@ -218,7 +218,7 @@ class EdgeSession:
             return
         self._window.append(token, confidence)
         self.sending.drafted(len(effect.feed), seconds)
-        self._fire(self.trigger.observe(confidence, hold=not self._up.may_ask), now)
+        self._fire(self.trigger.observe(confidence, hold=not self._up.may_ask(now)), now)
 
     def _fire(self, rule: str | None, now: float) -> None:
         if rule is not None and self._state is State.ACTIVE:

@@ -61,9 +61,15 @@ class Uplink:
         self._resync_at: tuple[int, float] = (-1, 0.0)
         self._outbox: deque[Outgoing] = deque()
 
-    @property
-    def may_ask(self) -> bool:
-        """Whether a rule that fires now may ask: nothing is asked, or enough is drafted since."""
+    def may_ask(self, now: float) -> bool:
+        """Whether a rule that fires now may ask: nothing is asked, or enough is drafted since.
+
+        Where a verdict comes in any case nothing joins a queue on the uplink.
+        """
+        if self.asked is None and not self.going_on:
+            return True
+        if self._sending.backlogged(now):
+            return False
         return self.asked is None or self._window.unsent >= self._policy.ask_again
 
     def put(self, message: EdgeMessage, verifier: str | None) -> None:
@@ -139,18 +145,21 @@ class Uplink:
 
     def send_unasked(self, now: float) -> None:
         """What is drafted goes out without a request, if it is time for it."""
-        if self._window.has_unsent and self._sending.due() and not self._holds_back:
+        if self._window.has_unsent and self._sending.due() and not self._holds_back(now):
             self._send_draft(now, verify=False)
 
-    @property
-    def _holds_back(self) -> bool:
+    def _holds_back(self, now: float) -> bool:
         """While a verdict is awaited: paper, rule 2, but only for what will probably be kept.
 
         Nobody looks at it before the next request, which waits behind what a verdict drops.
         """
+        if self._policy.sending != SEND_PLANNED:
+            return False
+        if self.going_on and self._sending.backlogged(now):
+            return True
         if self.asked is None or self._verify == VERIFY_EAGER:
             return False
-        return self._policy.sending == SEND_PLANNED and self._window.survival < SEND_SURVIVAL
+        return self._window.survival < SEND_SURVIVAL
 
     def _send_draft(self, now: float, *, verify: bool) -> None:
         batch = self._window.take_batch(

@@ -13,7 +13,7 @@ from edge_agent.core.policies import (
     SEND_PLANNED,
     find_policy,
 )
-from edge_agent.core.sending import MAX_TICKETS, SLACK, Estimates, Sending
+from edge_agent.core.sending import MAX_PROBES, MAX_TICKETS, SLACK, Estimates, Sending
 from tests.sim.world import World, reference
 
 #: Probabilities on the wire: beta matters, so a window is worth splitting.
@@ -161,6 +161,16 @@ def test_a_measured_link_needs_no_probes_until_it_is_another() -> None:
     assert out.probes(0.0) != ()
 
 
+def test_short_sessions_do_not_probe_for_ever() -> None:
+    known = Estimates()
+    for _ in range(20):
+        out = Sending(SEND_PLANNED, known)
+        for size in out.probes(0.0):
+            out.probe_sent(0.0, size)  # and the session is over before an answer comes
+        known = out.estimates
+    assert known.probes == MAX_PROBES
+
+
 @pytest.mark.parametrize("sending", [SEND_AT_ONCE, SEND_HELD])
 def test_where_nothing_is_planned_nothing_is_probed(sending: str) -> None:
     assert Sending(sending).probes(0.0) == ()
@@ -173,6 +183,26 @@ def test_one_message_in_a_window_is_never_sent_before_the_trigger() -> None:
     for _ in range(12):
         out.drafted(1, None)
         assert not out.due()
+
+
+def test_a_backlog_is_more_than_the_link_carries_in_a_forward() -> None:
+    """Probabilities on the wire, 20 ms a token; a forward of 50 ms."""
+    heavy = Estimates(LinkCost(0.0, 0.0, 0.02), 0.01, 8, measured=True, forward=0.05)
+    out = Sending(SEND_PLANNED, heavy)
+    out.sent(0.0, 2)
+    assert not out.backlogged(0.0)
+    out.sent(0.0, 1)
+    assert out.backlogged(0.0)
+    assert not out.backlogged(0.02), "it drains"
+    out.disconnected()
+    assert not out.backlogged(0.0)
+    ids = Sending(SEND_PLANNED, replace(heavy, link=LinkCost(0.015, 0.05)))
+    for _ in range(3):
+        ids.sent(0.0, 8)
+    assert not ids.backlogged(0.0)
+    unknown = Sending(SEND_PLANNED, replace(heavy, forward=0.0))
+    unknown.sent(0.0, 100)
+    assert not unknown.backlogged(0.0)
 
 
 @pytest.mark.parametrize(

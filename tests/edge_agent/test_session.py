@@ -567,3 +567,16 @@ def test_planned_messages_go_out_while_a_verdict_is_awaited_if_they_will_be_kept
             hand.draft(token, confidence=confidence)
             went |= bool(hand.sent())
         assert went is sent
+
+
+def test_while_the_target_writes_on_nothing_joins_a_queue_on_the_uplink() -> None:
+    heavy = Estimates(LinkCost(0.001, 0.0, 0.1), 0.02, 8, measured=True, forward=0.05)
+    hand = opened(verify=VERIFY_AHEAD, policy=Policy("x", OFTEN, ask_again=1), estimates=heavy)
+    hand.draft(1, confidence=0.1)
+    assert hand.batch().go_on
+    hand.draft(2, confidence=0.1)
+    hand.draft(3, confidence=0.9)
+    assert hand.sent() == [], "the first one is still on its way for a tenth of a second"
+    hand.now += 0.06
+    hand.draft(4, confidence=0.9)
+    assert hand.batch() == DraftBatch(1, 1, 1, (2, 3, 4), None, True, True)
