@@ -110,6 +110,8 @@ class VerifierRuntime:
             if self._stopping:
                 return
             self._stopping = True
+            # First, or the broker would give us what our own sessions are about to open again.
+            self._transport.unsubscribe(OPEN_SHARED)
             self.core.drain()
             self._publish()
             self._work.notify_all()

@@ -11,6 +11,7 @@ import pytest
 from broker.codec import decode, encode
 from broker.messages import (
     CLOSED_ERROR,
+    CLOSED_MOVED,
     Closed,
     DraftBatch,
     SessionOpen,
@@ -18,7 +19,7 @@ from broker.messages import (
     VerifierMessage,
 )
 from broker.sampling import Sampling
-from broker.topics import open_topic, parse_session_topic, up_topic
+from broker.topics import OPEN_SHARED, open_topic, parse_session_topic, up_topic
 from broker.transport import Message, OnEvent, OnMessage
 from cloud_verifier.core.session import VerifierSession
 from cloud_verifier.core.verifier import SessionKey, VerifierCore
@@ -35,7 +36,7 @@ class Wire:
     connected = True
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, VerifierMessage]] = []
+        self.said: list[tuple[str, VerifierMessage | str]] = []
         self._on_message: OnMessage | None = None
 
     def start(self, on_message: OnMessage, on_event: OnEvent) -> None:
@@ -48,6 +49,9 @@ class Wire:
 
     def subscribe(self, topic_filter: str, *, qos: int = 0) -> None:
         """Everything arrives anyway."""
+
+    def unsubscribe(self, topic_filter: str) -> None:
+        self.said.append(("", topic_filter))
 
     def stop(self, timeout: float = 2.0) -> None:
         """Nothing runs."""
@@ -101,6 +105,16 @@ def system() -> Iterator[System]:
         assert made.answered(key)
     yield made
     made.runtime.stop()
+
+
+def test_who_leaves_takes_nothing_new_before_it_hands_its_sessions_back(system: System) -> None:
+    """Else a device would open again here, and wait for an answer that never comes."""
+    before = len(system.wire.said)
+    system.runtime.stop()
+    said = system.wire.said[before:]
+    assert said[0] == ("", OPEN_SHARED)
+    moved = Closed(1, CLOSED_MOVED)
+    assert sorted(said[1:]) == [(key.session, moved) for key in (BAD, GOOD)]
 
 
 def broken(*_: object, **__: object) -> None:
