@@ -34,6 +34,9 @@ MAX_ROUNDS = 64
 MAX_REPEATS = 32
 #: Seconds in which the same Resync is not asked again.
 RESYNC_INTERVAL = 0.25
+#: Seconds in which verdicts are not repeated again for an edge that is no further. Below the least
+#: time after which an edge asks for them again.
+REPEAT_INTERVAL = 0.1
 #: Batches whose arrival is remembered, so that a verdict can say how long it held its own.
 MAX_ARRIVALS = 64
 #: Tokens that the target writes on by itself beyond what the edge has spoken of.
@@ -96,6 +99,7 @@ class VerifierSession:
         self._go_on = False  # whether the target may write on by itself
         self._rounds: deque[Verdict] = deque(maxlen=MAX_ROUNDS)
         self._last_resync: tuple[int, int, float] = (-1, -1, 0.0)
+        self._last_repeat: tuple[int, float] = (-1, 0.0)
         self._outbox: list[VerifierMessage] = []
 
     # -- what is to be done ---------------------------------------------------------------------
@@ -319,7 +323,7 @@ class VerifierSession:
             return
         self._heard_to = max(self._heard_to, message.have)
         if message.have < committed:
-            self._repeat(message.have)
+            self._repeat(message.have, now)
             return
         if message.epoch > self._epoch:
             self._adopt(message.epoch)
@@ -346,7 +350,11 @@ class VerifierSession:
         self._stats.resyncs += 1
         self._outbox.append(Resync(self.attach, self._epoch, have))
 
-    def _repeat(self, have: int) -> None:
+    def _repeat(self, have: int, now: float) -> None:
+        last, when = self._last_repeat
+        if have <= last and now < when + REPEAT_INTERVAL:
+            return
+        self._last_repeat = (have, now)
         self._stats.repeats += 1
         first = self._rounds[0].start if self._rounds else len(self.committed)
         if have < first:

@@ -25,6 +25,7 @@ from cloud_verifier.core.session import (
     MAX_REPEATS,
     MAX_ROUNDS,
     MAX_UNHEARD,
+    REPEAT_INTERVAL,
     Plan,
     VerifierSession,
 )
@@ -337,6 +338,21 @@ def test_what_contradicts_ends_no_writing_on() -> None:
     assert judge(held, 1).tokens == (1,)
 
 
+def test_a_flood_of_resyncs_repeats_each_verdict_once() -> None:
+    """Five bytes would otherwise buy thirty-two verdicts, a thousand times in a row."""
+    held = session()
+    for position in range(20):
+        draft(held, position, verify=True)
+        judge(held, 1 + position % 7)
+    for _ in range(1000):
+        held.receive_resync(Resync(1, 1, 0), 5.0)
+    assert len(held.take_messages()) == 20
+    held.receive_resync(Resync(1, 1, 15), 5.0)  # an edge that got some of them
+    assert len(held.take_messages()) == 5
+    held.receive_resync(Resync(1, 1, 0), 5.0 + REPEAT_INTERVAL)  # and one that lost them
+    assert len(held.take_messages()) == 20
+
+
 def test_a_probe_is_answered_and_changes_nothing() -> None:
     held = session()
     draft(held, 0, 1, 2)
@@ -501,7 +517,7 @@ def test_resync_repeats_the_verdicts_that_are_missing_as_they_were() -> None:
     assert held.take_messages() == [first, second]
     held.receive_resync(Resync(1, 1, 3), 3.0)
     assert held.take_messages() == [second]
-    held.receive_resync(Resync(1, 1, 1), 3.0)
+    held.receive_resync(Resync(1, 1, 1), 4.0)
     assert held.take_messages() == [first, second]
 
 
