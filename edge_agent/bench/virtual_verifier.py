@@ -35,7 +35,7 @@ CONTEXT = 1 << 30
 #: As the real one's (its Limits and its session's constants).
 FORWARD_TOKENS, PREFILL_TOKENS, UNASKED_TOKENS = 1024, 256, 32
 MAX_PENDING, MAX_ROUNDS, MAX_REPEATS, RESYNC_INTERVAL = 1024, 64, 32, 0.25
-MAX_ARRIVALS, MAX_UNHEARD = 64, 64
+MAX_ARRIVALS, MAX_UNHEARD, REPEAT_INTERVAL = 64, 64, 0.1
 
 
 class Judge(Protocol):
@@ -154,6 +154,7 @@ class _Session:
         self._go_on = False
         self._rounds: deque[Verdict] = deque(maxlen=MAX_ROUNDS)
         self._last_resync = (-1, -1, 0.0)
+        self._last_repeat = (-1, 0.0)
 
     @property
     def length(self) -> int:
@@ -266,7 +267,7 @@ class _Session:
         self._pending.extend(tokens[len(overlap) :][:room])
         return True
 
-    def receive_resync(self, message: Resync, now: float) -> None:  # noqa: ARG002
+    def receive_resync(self, message: Resync, now: float) -> None:
         """The edge has every verdict up to ``have``."""
         if message.probe:
             have = self._committed + len(self._pending)
@@ -277,6 +278,10 @@ class _Session:
             return
         self._heard_to = max(self._heard_to, message.have)
         if message.have < self._committed:
+            last, when = self._last_repeat
+            if message.have <= last and now < when + REPEAT_INTERVAL:
+                return
+            self._last_repeat = (message.have, now)
             due = [r for r in self._rounds if r.start + len(r.tokens) > message.have]
             self.outbox.extend(due[:MAX_REPEATS])
             return
