@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from broker.messages import VERIFY_TRIGGERED
 from broker.sampling import Sampling
 from cloud_verifier import reference
 from cloud_verifier.engine.prepare import resolve_target
@@ -109,6 +110,8 @@ class Lab:
     ) -> list[Outcome]:
         """Run all cases with this draft, ``at_once`` at a time."""
         alone = [self.alone(case) for case in cases]
+        # What is counted of forwards and acceptance is the drafts', not of a target that writes on.
+        request.setdefault("verify", VERIFY_TRIGGERED)
 
         def run(device: Device, case: Case, text: Text) -> Outcome:
             generation = device.generate(

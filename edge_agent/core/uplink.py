@@ -89,7 +89,8 @@ class Uplink:
 
         ``limit``: the position at which the text ends.
         """
-        self._undisturbed = self.asked is None
+        # A target that writes on may be about to say what is asked for: no time of an answer.
+        self._undisturbed = self.asked is None and not self.going_on
         if self.asked is None:
             self.asked_at = now
             self._at.expect_answer(now)

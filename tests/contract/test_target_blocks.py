@@ -60,7 +60,7 @@ def shared(name: str) -> Target:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15, deadline=None)
 @given(
-    sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=5),
+    sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3),
     fed=st.integers(1, 40),
     head=st.sampled_from((0, 1, 2)),
     seed=st.integers(0, 10**6),

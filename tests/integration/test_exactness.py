@@ -20,6 +20,7 @@ from broker.noise import exponentials, hash_ids, noise_key
 from broker.sampling import Sampler, Sampling
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_text import TargetText
+from edge_agent.core.config import VERIFY_AHEAD, VERIFY_AUTO
 from edge_agent.core.policies import POLICIES, find_policy
 from edge_agent.core.trigger import Thresholds
 from edge_agent.scripted_draft import Oracle, always_right, always_wrong, sometimes_right
@@ -130,6 +131,8 @@ def test_alone_on_the_replica(lab: Lab, ids: Ids, mode: str) -> None:
     with lab.draft("q3_k_m") as draft:
         outcomes = lab.split(draft, wanted[:3], at_once=1)
         outcomes += lab.split(draft, wanted[3:6], at_once=1, verify=VERIFY_EAGER)
+        outcomes += lab.split(draft, wanted[6:9], at_once=1, verify=VERIFY_AHEAD)
+        outcomes += lab.split(draft, wanted[9:12], at_once=3, verify=VERIFY_AUTO)
         seldom = Thresholds(0.0, 0.0, 40)
         outcomes += lab.split(draft, wanted[12:14], at_once=1, thresholds=seldom, max_ahead=40)
     assert differences(outcomes) == []
