@@ -9,6 +9,7 @@ company, not even by a rounding, on processors where that holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +21,15 @@ from broker.vocabulary import vocab_hash
 from cloud_verifier.engine import torch_attention, torch_linear, torch_probe
 from cloud_verifier.engine.batch import check_batch
 from cloud_verifier.engine.kv_budget import available_memory, blocks_for
-from cloud_verifier.engine.prepare import resolve_target, tokenizer_tokens
+from cloud_verifier.engine.prepare import END_TOKENS, resolve_target, tokenizer_tokens
 from cloud_verifier.engine.slots import BLOCK, Blocks
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_attention import KeyValues, Masks, Segment, Step
-from cloud_verifier.engine.torch_reading import end_ids, name_of, read_model
 from cloud_verifier.engine.torch_sampling import choose_many
 from cloud_verifier.engine.trees import choice_positions, offsets, trunk
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Self
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -126,14 +126,14 @@ class TorchTarget:
             cause = " ".join(str(exc).split())[:120]
             raise ConfigError(f"device {device} is not here ({cause}): give cpu") from None
         directory = resolve_target(path)
-        model, tokenizer = read_model(directory, path, DTYPES[dtype], device, reading or {})
+        model, tokenizer = _read(directory, path, DTYPES[dtype], device, reading or {})
         tokens = tokenizer_tokens(tokenizer, model.get_output_embeddings().weight.shape[0])
         return cls(
             model,
-            name=name_of(path),
+            name=_name_of(path),
             vocab_size=len(tokens),
             vocab_hash=vocab_hash(tokens),
-            eos_ids=end_ids(model, tokenizer, tokens),
+            eos_ids=_end_ids(model, tokenizer, tokens),
             context=context,
             max_slots=max_slots,
             **others,
@@ -354,3 +354,68 @@ def _context_of(model: PreTrainedModel, wanted: int | None) -> int:
     if min(known) < 2:
         raise ConfigError(f"a context of {min(known)} tokens holds no text: at least 2")
     return min(known)
+
+
+def _read(
+    directory: str, path: str, dtype: torch.dtype, device: str, reading: Mapping[str, Any]
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Model and tokenizer from ``directory``; ``path`` is what the person gave, for messages."""
+    import transformers
+
+    library: Any = transformers
+    library.utils.logging.disable_progress_bar()
+    verbosity = library.utils.logging.get_verbosity()
+    library.utils.logging.set_verbosity_error()
+    try:
+        tokenizer = library.AutoTokenizer.from_pretrained(directory)
+        model, report = library.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            **reading,
+        )
+        model.to(device)
+    # Whatever a damaged file makes of transformers, safetensors or json: it is the file.
+    except Exception as exc:
+        cause = " ".join(str(exc).split())[:200]
+        raise ModelError(
+            f"{path} cannot be loaded ({type(exc).__name__}: {cause}): "
+            "give an intact model directory, hub id or .gguf file"
+        ) from exc
+    finally:
+        library.utils.logging.set_verbosity(verbosity)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} weights, {missing[0]} first: fetch the model again"
+        )
+    return model, tokenizer
+
+
+def _end_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
+) -> set[int]:
+    """All ids that end a text; chat models have two, and configurations often name one of them."""
+    config: Any = model.config.get_text_config()
+    ends: set[int] = set()
+    for named in (
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        if isinstance(named, int):
+            ends.add(named)
+        elif named is not None:
+            ends.update(int(token) for token in named)
+    # Only special ones: "</s>" is an ordinary piece of HTML in some vocabularies.
+    added = tokenizer.added_tokens_decoder.items()
+    special = set(tokenizer.all_special_ids) | {token for token, text in added if text.special}
+    ends.update(token for token in special if token < len(tokens) and tokens[token] in END_TOKENS)
+    return {token for token in ends if 0 <= token < len(tokens)}
+
+
+def _name_of(path: str) -> str:
+    """What people call the model: the last part of its path or hub id."""
+    name = Path(path.rstrip("/")).name
+    return name.removesuffix(".gguf") or path
