@@ -30,7 +30,6 @@ from broker.pairs import PAIRS
 from broker.settings import Parser, add_config_flag, parse
 from broker.topics import check_id
 from cloud_verifier import reference
-from cloud_verifier.engine.kv_budget import parse_size
 from cloud_verifier.serving import serve_with
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ PROGRAM = "cloud-verifier"
 _END_S = 20.0
 
 ENGINES = ("torch", "llama")
-#: Sessions with a cache, by engine: llama.cpp allocates a whole context for each.
-_SLOTS = {"torch": 64, "llama": 16}
 
 
 class Words(Protocol):
@@ -135,18 +132,7 @@ def _add_target_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens per session (torch: the model's, llama: 2048 of them)",
     )
     group.add_argument(
-        "--slots",
-        type=int,
-        default=None,
-        metavar="N",
-        help="sessions with a K/V cache (torch: 64, llama: 16)",
-    )
-    group.add_argument(
-        "--kv-budget",
-        default=None,
-        metavar="SIZE",
-        help="torch: memory for K/V of all sessions, like 512M or 2G "
-        "(what --slots and --context take, at most half of what is available)",
+        "--slots", type=int, default=16, metavar="N", help="sessions with a K/V cache (16)"
     )
     group.add_argument(
         "--threads", type=int, default=None, metavar="N", help="CPU threads of a forward (all)"
@@ -170,11 +156,8 @@ def find_target(args: argparse.Namespace) -> str:
     """
     if (args.target is None) == (args.pair is None):
         raise ConfigError(f"give either --target MODEL or --pair {'|'.join(sorted(PAIRS))}")
-    if args.slots is None:
-        args.slots = _SLOTS[args.engine]
     if args.slots < 1 or (args.context is not None and args.context < 2):
         raise ConfigError("--slots is at least 1 and --context at least 2")
-    _kv_budget(args)
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} is below 1: leave it out for all cores")
     if args.engine == "llama":
@@ -188,18 +171,6 @@ def find_target(args: argparse.Namespace) -> str:
     from cloud_verifier.engine.prepare import resolve_target
 
     return resolve_target(args.target, args.pair)
-
-
-def _kv_budget(args: argparse.Namespace) -> int | None:
-    """Bytes of --kv-budget; None: it was not given. Raises ConfigError."""
-    if args.kv_budget is None:
-        return None
-    if args.engine != "torch":
-        raise ConfigError(
-            f"--kv-budget is for --engine torch: with {args.engine} --slots times --context is "
-            "what is allocated"
-        )
-    return parse_size(args.kv_budget)
 
 
 def load_target(args: argparse.Namespace, source: str) -> Target:
@@ -228,7 +199,6 @@ def load_target(args: argparse.Namespace, source: str) -> Target:
         context=args.context,
         max_slots=args.slots,
         threads=args.threads,
-        kv_budget=_kv_budget(args),
     )
 
 
@@ -279,7 +249,6 @@ def _load_part(args: argparse.Namespace, ranks: Ranks) -> ParallelTarget:
         context=args.context,
         max_slots=args.slots,
         threads=args.threads,
-        kv_budget=_kv_budget(args),
     )
 
 

@@ -59,8 +59,6 @@ def config_for(target: Target, verifier: str, **overrides: object) -> VerifierCo
         "context": target.context,
         "eos_ids": target.eos_ids,
         "slots": target.max_slots,
-        "block_tokens": target.block_tokens,
-        "total_blocks": target.total_blocks,
         **overrides,
     }
     return VerifierConfig(**facts)  # type: ignore[arg-type]
@@ -269,7 +267,6 @@ class VerifierRuntime:
                 seat.plan.choices,
                 seat.plan.position,
                 seat.session.sampling,
-                blocks=seat.blocks,
             )
             for seat in forward.seats
         ]

@@ -46,9 +46,7 @@ def serve_with(
         elif event.state is ConnectionState.CONNECTED and not announced.is_set():
             announced.set()
             print(
-                f"verifier {verifier} serves {target.name} ({args.dtype}) at {settings.url}\n"
-                f"K/V memory for {target.total_blocks * target.block_tokens} tokens of up to "
-                f"{target.max_slots} sessions, {target.context} of each",
+                f"verifier {verifier} serves {target.name} ({args.dtype}) at {settings.url}",
                 flush=True,
             )
 

@@ -144,9 +144,9 @@ class VerifierSession:
             end = min(self.cached + budget, self.length - 1)
             if end <= self.cached:
                 return None
-            return Plan(self.cached, self.text(self.cached, end), 0, 0, len(committed))
+            return Plan(self.cached, self._sequence(self.cached, end), 0, 0, len(committed))
         judged = min(len(self._pending), self.limit - len(committed) - 1, budget - missing)
-        tokens = self.text(self.cached, prompt + len(committed))
+        tokens = self._sequence(self.cached, prompt + len(committed))
         return Plan(
             self.cached,
             (*tokens, *self._pending[:judged]),
@@ -164,13 +164,12 @@ class VerifierSession:
     def common_prefix(self, other: VerifierSession) -> int:
         """How many leading tokens of prompt and committed text both share."""
         length = min(self.length, other.length)
-        mine, theirs = self.text(0, length), other.text(0, length)
+        mine, theirs = self._sequence(0, length), other._sequence(0, length)
         if mine == theirs:
             return length
         return next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
 
-    def text(self, start: int, end: int) -> tuple[int, ...]:
-        """Tokens ``start`` to ``end`` of prompt and committed text."""
+    def _sequence(self, start: int, end: int) -> tuple[int, ...]:
         prompt = len(self.prompt)
         if start >= prompt:
             return tuple(self.committed[start - prompt : end - prompt])

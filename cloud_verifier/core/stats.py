@@ -17,8 +17,6 @@ class VerifierStats:
     forward_seconds: float = 0.0
     batch_sessions: int = 0  # sum over forwards
     batch_tokens: int = 0  # sum over forwards
-    prefilled_tokens: int = 0  # prompt and committed tokens run, the one before a choice left out
-    shared_tokens: int = 0  # taken over from what another session had computed
     drafts: int = 0
     judged: int = 0
     accepted: int = 0

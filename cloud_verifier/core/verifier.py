@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from broker.errors import ConfigError
 from broker.messages import (
     CLOSED_ERROR,
     CLOSED_MOVED,
@@ -30,8 +29,6 @@ from broker.messages import (
     SessionOpen,
     VerifierMessage,
 )
-from cloud_verifier.core.block_table import BlockTable
-from cloud_verifier.core.memory import Memory
 from cloud_verifier.core.scheduler import Limits, Seat, next_batch
 from cloud_verifier.core.session import VerifierSession
 from cloud_verifier.core.slot_table import SlotTable
@@ -53,11 +50,7 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
-    """What a replica is. ``idle_ttl``, ``busy_retry`` in seconds; ``context`` in tokens.
-
-    ``total_blocks`` of ``block_tokens`` tokens are the engine's K/V memory; 0: a slot is one block
-    with room for the whole context. Raises ConfigError where they do not hold one session.
-    """
+    """What a replica is. ``idle_ttl``, ``busy_retry`` in seconds; ``context`` in tokens."""
 
     verifier: str
     vocab_size: int
@@ -65,20 +58,10 @@ class VerifierConfig:
     context: int
     eos_ids: frozenset[int]
     slots: int = 16
-    block_tokens: int = 0
-    total_blocks: int = 0
     max_sessions: int = 256
     idle_ttl: float = 300.0
     busy_retry: float = 2.0
     limits: Limits = field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        tokens = self.block_tokens * self.total_blocks
-        if self.block_tokens and tokens < self.context:
-            raise ConfigError(
-                f"K/V memory for {tokens} tokens holds no session of {self.context}: "
-                "give more, or a smaller context"
-            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,12 +79,7 @@ class VerifierCore:
         self.stats = VerifierStats()
         self.sessions: dict[SessionKey, VerifierSession] = {}
         self.slots: SlotTable[VerifierSession] = SlotTable(config.slots)
-        total = config.total_blocks if config.block_tokens else config.slots
-        self.blocks: BlockTable[VerifierSession] = BlockTable(
-            total, config.block_tokens or config.context
-        )
         self.draining = False
-        self._memory = Memory(self.slots, self.blocks)
         self._keys: dict[VerifierSession, SessionKey] = {}
         self._outbox: list[Outgoing] = []
         self._running: Forward | None = None
@@ -208,16 +186,16 @@ class VerifierCore:
             for seat in self._running.seats if self._running else ():
                 if seat.session is old:
                     session.cached = min(session.cached, seat.plan.keep)
-            self._memory.hand_over(old, session)
+            self.slots.hand_over(old, session)
             del self._keys[old]
         self.sessions[key] = session
         self._keys[session] = key
         return session
 
-    def _forget(self, key: SessionKey, *, remember: bool = True) -> None:
+    def _forget(self, key: SessionKey) -> None:
         held = self.sessions.pop(key, None)
         if held is not None:
-            self._memory.release(held, remember=remember)
+            self.slots.release(held)
             del self._keys[held]
 
     # -- forwards -------------------------------------------------------------------------------
@@ -226,7 +204,7 @@ class VerifierCore:
         """The next forward to run, or None (nothing to do, or one is running)."""
         if self._running is not None:
             return None
-        seats = next_batch(self.sessions.values(), self._memory, self.config.limits, self.stats)
+        seats = next_batch(self.sessions.values(), self.slots, self.config.limits)
         if not seats:
             return None
         self._running = Forward(tuple(seats))
@@ -244,19 +222,17 @@ class VerifierCore:
         stats.batch_tokens += sum(len(seat.plan.tokens) for seat in forward.seats)
         for seat, chosen in zip(forward.seats, choices, strict=True):
             session = seat.session
-            stats.prefilled_tokens += len(seat.plan.tokens) - seat.plan.choices
             key = self._keys.get(session)
             if key is None:
                 continue  # closed or replaced while the forward ran
             if seat.plan.choices == 0:
                 session.prefilled(seat.plan)
-                self.blocks.note(session, session.cached, session.text)
                 continue
             session.judge(seat.plan, chosen, now, seconds * 1000.0)
             self._dirty[key] = None
-            self.blocks.note(session, session.cached, session.text)
             if session.finish is not None:
-                self._memory.release(session)
+                self.slots.release(session)
+                session.cached = 0
 
     def forward_failed(self, forward: Forward) -> None:
         """The target failed on this batch: its sessions are handed back and their slots freed."""
@@ -266,10 +242,10 @@ class VerifierCore:
             key = self._keys.get(seat.session)
             if key is not None:
                 self._say(key, Closed(seat.session.attach, CLOSED_ERROR))
-                self._forget(key, remember=False)
+                self._forget(key)
             elif (heir := self.slots.owner_of(seat.slot)) is not None:
                 # It attached again meanwhile and took the slot, whose contents are lost now.
-                self._memory.release(heir, remember=False)
+                heir.cached = 0
 
     # -- time -----------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ MAX_POSITION = 2**31 - 1  # of the shared noise
 def check_batch(
     batch: Sequence[Work],
     target: Target,
-    length: Callable[[Work], int],
+    length: Callable[[int], int],
     trees: Mapping[int, Sequence[int]],
 ) -> None:
     """Raise LocalProtocolError unless ``target`` can run all of ``batch``.
 
-    ``length(work)``: how many valid tokens its slot holds, those of a tree left out. ``trees``: the
+    ``length(slot)``: how many valid tokens a slot holds, those of a tree left out. ``trees``: the
     parents of the tree that a slot's last work fed, where it fed one. Changes nothing.
     """
     seen: set[int] = set()
@@ -45,7 +45,7 @@ def check_batch(
             raise LocalProtocolError(
                 f"slot {slot}: path {work.path} is no branch of its last tree: name accepted tokens"
             )
-        held = length(work) + len(work.path)
+        held = length(slot) + len(work.path)
         if not 0 <= work.keep <= held:
             raise LocalProtocolError(
                 f"slot {slot} holds {held} tokens, {work.keep} cannot be kept: start at 0"

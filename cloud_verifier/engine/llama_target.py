@@ -141,8 +141,6 @@ class LlamaTarget:
         vocabulary = read_vocabulary(lib, self._model)
         trained = int(lib.llama_model_n_ctx_train(self._model)) or DEFAULT_CONTEXT
         self.context = min(context or DEFAULT_CONTEXT, trained)
-        # llama.cpp divides its cells among the sequences itself: a slot is one block.
-        self.block_tokens, self.total_blocks = self.context, self.max_slots
         self.vocab_size = vocabulary.vocab_size
         self.vocab_hash = vocabulary.vocab_hash
         self.eos_ids = frozenset(end_ids(header))
@@ -244,7 +242,7 @@ class LlamaTarget:
         if not self._context:
             raise LocalProtocolError("the target is closed")
         trees = {slot: tree.parents for slot, tree in self._trees.items()}
-        check_batch(batch, self, lambda work: self._lengths[work.slot], trees)
+        check_batch(batch, self, self._lengths.__getitem__, trees)
         positions = [choice_positions(work) for work in batch]
         chosen = [[0] * work.choices for work in batch]
 

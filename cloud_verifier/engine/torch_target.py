@@ -20,9 +20,8 @@ from broker.sampling import Sampling
 from broker.vocabulary import vocab_hash
 from cloud_verifier.engine import torch_attention, torch_linear, torch_probe
 from cloud_verifier.engine.batch import check_batch
-from cloud_verifier.engine.kv_budget import available_memory, blocks_for
 from cloud_verifier.engine.prepare import END_TOKENS, resolve_target, tokenizer_tokens
-from cloud_verifier.engine.slots import BLOCK, Blocks
+from cloud_verifier.engine.slots import SlotTable
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_attention import KeyValues, Masks, Segment, Step
 from cloud_verifier.engine.torch_sampling import choose_many
@@ -51,11 +50,9 @@ class TorchTarget:
     """``Target`` over a transformers model, which it takes over: its linear layers may be replaced.
 
     ``vocab_size``: entries of the tokenizer; rows of the embedding past it never win. ``context``:
-    tokens a slot can hold. ``kv_budget``: bytes for the K/V of all slots, allocated here; None:
-    what they take with full contexts, at most half of the memory that is available and at least
-    one context. Raises ConfigError for a budget in which no context fits, ModelError for a model
-    that the packed batch does not give back as transformers computes it, which is tried on a few
-    tokens.
+    tokens a slot can hold. K/V memory grows with the sessions up to ``bytes_limit``. Raises
+    ModelError for a model that the packed batch does not give back as transformers computes it,
+    which is tried on a few tokens.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class TorchTarget:
         eos_ids: Iterable[int],
         context: int | None = None,
         max_slots: int = 16,
-        kv_budget: int | None = None,
         pack: bool = True,
     ) -> None:
         if max_slots < 1:
@@ -85,9 +81,16 @@ class TorchTarget:
         with torch.inference_mode():
             self.layers = torch_probe.find_layers(model)
             self._masks = Masks(self._dtype, self._device)
-            # Parents of the tree that a slot's last work fed, where it fed one, and where it lies.
-            self._trees: dict[int, tuple[tuple[int, ...], Segment]] = {}
-            self._allocate(kv_budget)
+            # Parents of the tree that a slot's last work fed, where it fed one.
+            self._trees: dict[int, tuple[int, ...]] = {}
+            width = sum(layer.width for layer in self.layers)
+            self._slots: SlotTable[KeyValues] = SlotTable(
+                max_slots=max_slots,
+                context=self.context,
+                bytes_per_token=width * self._dtype.itemsize,
+                make=lambda capacity: KeyValues(self.layers, capacity, self._dtype, self._device),
+                move=KeyValues.copy_to,
+            )
             tokens, expected = self._reference()
             if pack and torch_linear.can_pack(self._device, self._dtype):
                 self._pack()
@@ -139,62 +142,36 @@ class TorchTarget:
             **others,
         )
 
-    def _allocate(self, budget: int | None) -> None:
-        width = sum(layer.width for layer in self.layers)
-        self.bytes_per_token = width * self._dtype.itemsize
+    @property
+    def bytes_per_token(self) -> int:
         """Bytes of K/V for one token of one session."""
-        self.block_tokens = BLOCK
-        fitting = blocks_for(
-            budget,
-            block_bytes=BLOCK * self.bytes_per_token,
-            context_blocks=-(-self.context // BLOCK),
-            max_slots=self.max_slots,
-            available=_available(self._device),
-        )
-        self.total_blocks = self._agree(fitting)
-        self._blocks = Blocks(
-            max_slots=self.max_slots,
-            context=self.context,
-            block_tokens=BLOCK,
-            total=self.total_blocks,
-        )
-        try:
-            self._memory = KeyValues(
-                self.layers, BLOCK * self.total_blocks, self._dtype, self._device
-            )
-        except (MemoryError, RuntimeError) as exc:
-            cause = " ".join(str(exc).split())[:120]
-            raise ConfigError(
-                f"no memory for {self.bytes_allocated} bytes of K/V ({cause}): lower --kv-budget"
-            ) from None
-
-    def _agree(self, blocks: int) -> int:
-        """How many blocks there are, where ``blocks`` fit here; for targets of several parts."""
-        return blocks
+        return self._slots.bytes_per_token
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of K/V memory; the same from start to end."""
-        return self.total_blocks * BLOCK * self.bytes_per_token
+        """Bytes of K/V that all slots hold at present."""
+        return self._slots.bytes_allocated
+
+    @property
+    def bytes_limit(self) -> int:
+        """Bytes of K/V when every slot holds a full context."""
+        return self._slots.bytes_limit
 
     def free(self, slot: int) -> None:
-        """Forget what lies in the slot's own blocks."""
-        self._blocks.commit(self._blocks.own(slot), 0, 0)
+        """Give the memory of a slot back; what it held is forgotten."""
+        self._slots.free(slot)
         self._trees.pop(slot, None)
 
     def close(self) -> None:
-        """Drop model and memory; nothing may be asked afterwards. Twice is once."""
-        self._blocks.clear()
+        """Drop model and slots; nothing may be asked afterwards. Twice is once."""
+        self._slots.free_all()
         self._trees.clear()
-        self._memory.layers.clear()
         self._model = None
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """As ``Target.forward``. Raises LocalProtocolError, before anything changes, for work that
         the slots, the vocabulary or the context do not allow."""
-        trees = {slot: parents for slot, (parents, _) in self._trees.items()}
-        check_batch(batch, self, self._blocks.length, trees)
-        self._blocks.check(batch)
+        check_batch(batch, self, self._slots.length, self._trees)
         if not batch:
             return []
         finished = False
@@ -214,7 +191,7 @@ class TorchTarget:
             # Also after KeyboardInterrupt: half-written K/V must not be taken for valid.
             if not finished:
                 for work in batch:
-                    self._spoil(work)
+                    self.free(work.slot)
         return chosen
 
     @torch.inference_mode()
@@ -226,43 +203,33 @@ class TorchTarget:
         segments: list[Segment] = []
         for work in batch:
             start, count = len(ids), len(work.tokens)
-            table = self._blocks.table(work)
-            segment = Segment(table, start, count, work.keep, work.parents or ())
-            self._settle(work, segment)
-            segments.append(segment)
+            self._settle(work)
+            store = self._slots.reserve(work.slot, work.keep, work.keep + count)
+            segments.append(Segment(store, start, count, work.keep, work.parents or ()))
             ids += work.tokens
             positions += (work.keep + offset for offset in offsets(work))
             asked += range(start + count - work.choices, start + count)
-        step = Step(segments, self._memory, self._masks, self.layers)
+        step = Step(segments, self._masks, self.layers)
         filler = max(step.rows_needed(), torch_linear.MIN_ROWS) - len(ids)
         rows = self._run(ids + [0] * filler, positions + [0] * filler, asked, step)
-        for work, segment in zip(batch, segments, strict=True):
-            self._blocks.commit(segment.table, work.keep, work.keep + trunk(work))
+        for work in batch:
+            self._slots.commit(work.slot, work.keep + trunk(work))
             if work.parents:
-                self._trees[work.slot] = work.parents, segment
+                self._trees[work.slot] = work.parents
         return rows
 
-    def _spoil(self, work: Work) -> None:
-        """Forget what a work that failed may have half written."""
-        if work.blocks:  # others may share those before
-            self._blocks.commit(work.blocks, work.keep, work.keep)
-            self._trees.pop(work.slot, None)
-        else:
-            self.free(work.slot)
-
-    def _settle(self, work: Work, segment: Segment) -> None:
+    def _settle(self, work: Work) -> None:
         """Make the accepted path of the slot's last tree a part of its chain, and forget the rest.
 
         What is stored was computed at its final position already; only its place changes.
         """
-        _, tree = self._trees.pop(work.slot, ((), segment))
-        length = self._blocks.length(work)
+        slot = work.slot
+        self._trees.pop(slot, None)
+        length = self._slots.length(slot)
         path = work.path[: max(0, work.keep - length)]
         if path:
-            sources = [tree.place(length + node) for node in path]
-            goals = [segment.place(length + node) for node in range(len(path))]
-            self._memory.move(sources, goals)
-            self._blocks.commit(segment.table, length, length + len(path))
+            self._slots.storage(slot).gather(length, path)
+            self._slots.commit(slot, length + len(path))
 
     def _run(self, ids: list[int], positions: list[int], asked: list[int], step: Step) -> Tensor:
         inputs: dict[str, Any] = {
@@ -332,13 +299,6 @@ def _choices(logits: Tensor, batch: Sequence[Work]) -> list[list[int]]:
             asked.append((work.choices, work.position, work.sampling))
     tokens = iter(token for row in choose_many(logits, asked) for token in row)
     return [[next(tokens) for _ in range(work.choices)] for work in batch]
-
-
-def _available(device: torch.device) -> int | None:
-    """Bytes that K/V could take on ``device``."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory() if device.type == "cpu" else None
 
 
 def _context_of(model: PreTrainedModel, wanted: int | None) -> int:

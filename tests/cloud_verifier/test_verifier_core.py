@@ -318,7 +318,7 @@ def test_a_failed_forward_leaves_nothing_to_who_attached_again_meanwhile() -> No
     running = hand.forward()
     hand.open("a", attach=2, committed=TEXT[:4])
     assert hand.held("a").cached > 0
-    hand.blocks[0].clear()
+    hand.slots[0].clear()
     hand.core.forward_failed(running)
     assert hand.held("a").cached == 0
     assert hand.told_of(Closed) == []
