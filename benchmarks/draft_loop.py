@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from broker.llama_library import llama_library
 from broker.sampling import Sampling
 from edge_agent.cpus import default_threads
-from edge_agent.llama_draft import LlamaDraftModel, llama_library
+from edge_agent.llama_draft import LlamaDraftModel
 from edge_agent.prepare import resolve_draft
 
 TURN = 8  # tokens before the next loop has its turn

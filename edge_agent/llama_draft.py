@@ -8,21 +8,17 @@ them, without a copy. ``rollback`` drops cache cells (``llama_memory_seq_rm``).
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.errors import ConfigError, LocalProtocolError, ModelError
 from broker.gguf_header import read_header
+from broker.llama_library import complaint, forget_complaints, llama_library
 from broker.noise import exponentials, hash_ids, noise_key
 from broker.sampling import Sampler, Sampling
 from edge_agent.cpus import default_threads
@@ -33,77 +29,6 @@ DEFAULT_CONTEXT = 4096
 """Tokens of a sequence unless told otherwise; the cache is allocated whole when one is opened."""
 
 _BATCH = 512  # tokens per llama_decode call; more do not get faster on a CPU
-_ERROR = 4  # GGML_LOG_LEVEL_ERROR
-
-_log = logging.getLogger(__name__)
-_loading = threading.Lock()
-_errors: deque[str] = deque(maxlen=4)  # llama.cpp's last complaints, for our own messages
-
-
-def llama_library() -> Any:
-    """llama-cpp-python's C interface, quiet and initialised once; from any thread.
-
-    Raises ConfigError when llama-cpp-python is not installed or does not load.
-    """
-    with _loading:
-        return _load_library()
-
-
-@lru_cache(maxsize=1)
-def _load_library() -> Any:
-    try:
-        with _patient_openmp():
-            import llama_cpp.llama_cpp as lib
-    except ImportError as error:
-        raise ConfigError("drafting needs llama-cpp-python: install pipesd[edge]") from error
-    except (OSError, RuntimeError) as error:  # a shared library that does not load
-        raise ConfigError(
-            f"llama-cpp-python does not load ({_one_line(str(error))}); install it again"
-        ) from error
-    lib.llama_log_set(_callback(lib), None)
-    lib.llama_backend_init()
-    return lib
-
-
-@contextmanager
-def _patient_openmp() -> Iterator[None]:
-    """While the OpenMP runtime is loaded: let its idle threads sleep instead of spinning.
-
-    The runtime reads this once. Spinning is a little faster on a device with nothing else to do,
-    and several times slower where other processes want the cores: drafting with two threads beside
-    busy ones took 24 to 36 ms a token so, and 47 to 213 ms by default.
-    """
-    name = "OMP_WAIT_POLICY"
-    chosen = name in os.environ or "GOMP_SPINCOUNT" in os.environ
-    if not chosen:
-        os.environ[name] = "passive"
-    try:
-        yield
-    finally:
-        if not chosen:
-            del os.environ[name]
-
-
-@lru_cache(maxsize=1)
-def _callback(lib: Any) -> Any:
-    # Cached: llama.cpp keeps the pointer for the rest of the process.
-    def on_line(level: int, text: bytes, _: object) -> None:
-        line = _one_line(text.decode("utf-8", "replace"))
-        if level == _ERROR and line:
-            _errors.append(line)
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("llama.cpp: %s", line)
-
-    return lib.llama_log_callback(on_line)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _complaint() -> str:
-    """What llama.cpp last complained of, in parentheses, or ""."""
-    return f" ({_errors[0]})" if _errors else ""
 
 
 class LlamaDraftModel:
@@ -139,13 +64,13 @@ class LlamaDraftModel:
         self._drafts: set[LlamaDraft] = set()
         self._opening = 0
         self._spare: int | None = None
-        _errors.clear()
+        forget_complaints()
         self._model = lib.llama_model_load_from_file(
             os.fsencode(path), lib.llama_model_default_params()
         )
         if not self._model:
             raise ModelError(
-                f"llama.cpp cannot load {path}{_complaint()}; "
+                f"llama.cpp cannot load {path}{complaint()}; "
                 "give another model, or a newer llama-cpp-python"
             )
         try:
@@ -176,11 +101,11 @@ class LlamaDraftModel:
         # With the small sliding-window cache, tokens that left the window are gone for good, and a
         # rollback that needs them again would be impossible.
         params.swa_full = True
-        _errors.clear()
+        forget_complaints()
         pointer = lib.llama_init_from_model(self._model, params)
         if not pointer:
             raise ModelError(
-                f"no memory for a draft context of {self.context} tokens{_complaint()}; "
+                f"no memory for a draft context of {self.context} tokens{complaint()}; "
                 "lower the draft's context or close a session"
             )
         return int(pointer)
@@ -190,11 +115,11 @@ class LlamaDraftModel:
         lib = self._lib
         memory = lib.llama_get_memory(pointer)
         tokens = (lib.llama_token * 2)()
-        _errors.clear()
+        forget_complaints()
         status = lib.llama_decode(pointer, lib.llama_batch_get_one(tokens, 2))
         if status != 0 or not lib.llama_get_logits_ith(pointer, -1):
             raise ModelError(
-                f"{self.name} does not give logits{_complaint()}; "
+                f"{self.name} does not give logits{complaint()}; "
                 "give a text-generating model as the draft"
             )
         if not memory or not lib.llama_memory_seq_rm(memory, 0, 1, -1):

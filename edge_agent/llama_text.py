@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
+from broker.chat import ChatTemplate, with_one_bos
 from broker.errors import ConfigError, LocalProtocolError
+from broker.llama_library import piece, tokenize
 from broker.vocabulary import vocab_hash
-from edge_agent.text import ChatTemplate, with_one_bos
 
-MAX_TEXT_BYTES = 1 << 20
-"""Longest prompt text; beyond any draft's context, and the tokenizer is quadratic on some input."""
-
-_PIECE_BYTES = 128
+_METADATA_BYTES = 128
 _USER_DEFINED = 1 << 4  # LLAMA_TOKEN_ATTR_USER_DEFINED
 _SENTENCEPIECE = 1  # LLAMA_VOCAB_TYPE_SPM
 
@@ -84,7 +82,7 @@ class LlamaText:
 
         Special tokens written out in ``text`` become those tokens, as in transformers.
         """
-        return with_one_bos(self._tokenize(text), self._bos, self._add_bos)
+        return with_one_bos(tokenize(self._lib, self._opened(), text), self._bos, self._add_bos)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """See ``TextModel``. Raises ConfigError, also as ``encode_prompt`` does."""
@@ -96,36 +94,11 @@ class LlamaText:
         """See ``TextModel``. Raises LocalProtocolError for an id outside the vocabulary."""
         if not 0 <= token < self.rows:
             raise LocalProtocolError(f"token {token} is outside the vocabulary of {self.rows}")
-        vocab = self._opened()
-        special = token in self._ordinary
-        size = _PIECE_BYTES
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            length = self._lib.llama_token_to_piece(vocab, token, buffer, size, 0, special)
-            if length >= 0:
-                return buffer.raw[:length]
-            size = -length
+        return piece(self._lib, self._opened(), token, special=token in self._ordinary)
 
     def close(self) -> None:
         """The model is going away: no more calls into llama.cpp. Idempotent."""
         self._vocab = None
-
-    def _tokenize(self, text: str) -> list[int]:
-        vocab = self._opened()
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"the prompt is no valid Unicode (at character {error.start}); give UTF-8 text"
-            ) from None
-        if len(data) > MAX_TEXT_BYTES:
-            raise ConfigError(f"a prompt of {len(data)} bytes; give at most {MAX_TEXT_BYTES}")
-        # A token takes at least a byte, but for the space that SentencePiece may put in front.
-        capacity = len(data) + 8
-        tokens = (self._lib.llama_token * capacity)()
-        count = self._lib.llama_tokenize(vocab, data, len(data), tokens, capacity, False, True)
-        ids: list[int] = tokens[: max(count, 0)]
-        return ids
 
     def _opened(self) -> int:
         if self._vocab is None:
@@ -135,7 +108,7 @@ class LlamaText:
 
 def _metadata(lib: Any, model: int, key: bytes) -> bytes | None:
     # A short value of the GGUF's metadata, None where it is absent.
-    buffer = ctypes.create_string_buffer(_PIECE_BYTES)
+    buffer = ctypes.create_string_buffer(_METADATA_BYTES)
     length = lib.llama_model_meta_val_str(model, key, buffer, len(buffer))
     return buffer.value if length >= 0 else None
 

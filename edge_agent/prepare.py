@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from broker.cache import Progress, prepare_once, say
 from broker.child import end_with_parent, run_step
-from broker.errors import ConfigError, ModelError, PipesdError
+from broker.errors import ConfigError, PipesdError
 from broker.gguf_header import read_header
+from broker.llama_library import convert
 from broker.pairs import (
     PAIRS,
     SOURCE_QUANT,
@@ -30,7 +29,6 @@ from broker.pairs import (
 _FTYPES = {"q2_k": 10, "q3_k_m": 12}
 _RECIPE = "1"
 _LIMIT_S = 900.0
-_THREADS = 2
 
 
 def resolve_draft(
@@ -92,22 +90,6 @@ def prepare_draft(
     return directory / file
 
 
-def _requantise(quant: str, source: str, goal: str) -> None:
-    """In the child: one call into llama.cpp, which may abort on what it does not like."""
-    import llama_cpp
-
-    parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = _FTYPES[quant]
-    parameters.allow_requantize = True
-    parameters.nthread = min(_THREADS, os.cpu_count() or 1)
-    llama_cpp.llama_backend_init()
-    status = llama_cpp.llama_model_quantize(
-        os.fsencode(source), os.fsencode(goal), ctypes.byref(parameters)
-    )
-    if status != 0:
-        raise ModelError(f"llama.cpp refused to requantise it (status {status})")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m edge_agent.prepare``: prepare a pair's draft and print its path."""
     parser = argparse.ArgumentParser(prog="edge_agent.prepare", description=main.__doc__)
@@ -119,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.requantise:
             end_with_parent()
-            _requantise(*options.requantise)
+            quant, source, goal = options.requantise
+            convert(source, goal, _FTYPES[quant])
         else:
             print(prepare_draft(options.pair, options.quant, verify=options.verify))
     except PipesdError as error:

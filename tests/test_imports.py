@@ -25,11 +25,7 @@ MODULES = sorted(
 ONLY = {
     "paho": ("broker/mqtt.py",),
     "iotcore": ("broker/embedded_child.py",),
-    "llama_cpp": (
-        "edge_agent/llama_draft.py",
-        "edge_agent/prepare.py",
-        "cloud_verifier/engine/llama_library.py",
-    ),
+    "llama_cpp": ("broker/llama_library.py",),
     "torch": ("cloud_verifier/engine/torch_*.py", "cloud_verifier/engine/prepare.py"),
     "transformers": ("cloud_verifier/engine/torch_*.py", "cloud_verifier/engine/prepare.py"),
     "safetensors": ("cloud_verifier/engine/torch_*.py", "cloud_verifier/engine/prepare.py"),

@@ -11,24 +11,21 @@ the path.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from broker.cache import Progress, prepare_once, say
 from broker.child import end_with_parent, run_step
-from broker.errors import ConfigError, ModelError, PipesdError
+from broker.errors import ConfigError, PipesdError
 from broker.gguf_header import read_header
+from broker.llama_library import convert, llama_library
 from broker.pairs import PAIRS, Pair, check_source, find_pair, source_file
-from cloud_verifier.engine.llama_library import llama_library
 
 # llama.cpp's llama_ftype, and bytes of one weight.
 _TYPES = {"float32": (0, 4), "bfloat16": (32, 2)}
 _RECIPE = "1"
 _LIMIT_S = 900.0
-_THREADS = 2
 
 
 def resolve_gguf(
@@ -95,20 +92,6 @@ def prepare_gguf(
     return directory / file
 
 
-def _dequantise(dtype: str, source: str, goal: str) -> None:
-    """In the child: one call into llama.cpp, which may abort on what it does not like."""
-    lib = llama_library()
-    parameters = lib.llama_model_quantize_default_params()
-    parameters.ftype = _TYPES[dtype][0]
-    parameters.allow_requantize = True
-    parameters.nthread = min(_THREADS, os.cpu_count() or 1)
-    status = lib.llama_model_quantize(
-        os.fsencode(source), os.fsencode(goal), ctypes.byref(parameters)
-    )
-    if status != 0:
-        raise ModelError(f"llama.cpp refused to dequantise it (status {status})")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m cloud_verifier.engine.llama_prepare``: prepare a pair's GGUF, print its path."""
     parser = argparse.ArgumentParser(
@@ -122,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.dequantise:
             end_with_parent()
-            _dequantise(*options.dequantise)
+            dtype, source, goal = options.dequantise
+            convert(source, goal, _TYPES[dtype][0])
         else:
             print(prepare_gguf(options.pair, options.dtype, verify=options.verify))
     except PipesdError as error:

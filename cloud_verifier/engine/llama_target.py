@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError
 from broker.gguf_header import GgufHeader, read_header
+from broker.llama_library import complaint, forget_complaints, llama_library
 from broker.sampling import Sampler, Sampling
 from cloud_verifier.engine.batch import check_batch
-from cloud_verifier.engine.llama_library import complaint, forget_complaints, llama_library
 from cloud_verifier.engine.llama_passes import Window, plan
 from cloud_verifier.engine.llama_rows import ROWS, Rows
 from cloud_verifier.engine.llama_vocabulary import read_vocabulary

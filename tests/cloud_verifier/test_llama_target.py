@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from broker import llama_library
 from broker.errors import ConfigError, LocalProtocolError, ModelError
 from broker.sampling import Sampling
 from cloud_verifier import reference
-from cloud_verifier.engine import llama_library, llama_prepare
+from cloud_verifier.engine import llama_prepare
 from cloud_verifier.engine.llama_passes import LEAST, Window, plan
 from cloud_verifier.engine.llama_rows import ROWS
 from cloud_verifier.engine.llama_target import SPARE, LlamaTarget

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from broker import llama_library
 from broker.errors import ConfigError, ModelError
 from broker.sampling import Sampling
 from edge_agent import llama_draft
@@ -117,7 +118,7 @@ class TestFiles:
             monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         else:
             monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
-        with llama_draft._patient_openmp():
+        with llama_library._patient_openmp():
             assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")
         assert os.environ.get("OMP_WAIT_POLICY") == chosen
 

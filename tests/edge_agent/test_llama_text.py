@@ -9,11 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from broker.chat import ChatTemplate, with_one_bos
 from broker.errors import ConfigError, LocalProtocolError
+from broker.llama_library import MAX_TEXT_BYTES
 from cloud_verifier.engine.prepare import prepare_target
 from edge_agent.llama_draft import LlamaDraftModel
-from edge_agent.llama_text import MAX_TEXT_BYTES, LlamaText, _count_tokens
-from edge_agent.text import ChatTemplate, Detokenizer, with_one_bos
+from edge_agent.llama_text import LlamaText, _count_tokens
+from edge_agent.text import Detokenizer
 from tests.draft_models import draft_file, draft_model
 
 pytestmark = pytest.mark.models

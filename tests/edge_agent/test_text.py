@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.chat import ChatTemplate, with_one_bos
 from broker.errors import ConfigError
-from edge_agent.text import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    ChatTemplate,
-    Detokenizer,
-    StopMatcher,
-    with_one_bos,
-)
+from edge_agent.text import MAX_STOP_CHARS, MAX_STOPS, Detokenizer, StopMatcher
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
