@@ -226,15 +226,19 @@ class MqttDriver:
             if link.wait(pause):
                 self._wake_receiver.recv(4_096)
                 self._awake = False  # before the queue is looked at: a later message wakes again
-            if link.accepted and link.loss is None:
-                self._keep_subscribed(link)
-                if not self._up and not link.pending and link.loss is None:
-                    self._link_up()
-            if self._up and link.loss is None:
-                self._feed(link)
-            if link.loss is None:
-                link.flush()
+            self._move(link)
         return link.loss
+
+    def _move(self, link: Link) -> None:
+        """Subscribe, tell that the connection is up, and send, as far as the link is there."""
+        if link.accepted and link.loss is None:
+            self._keep_subscribed(link)
+            if not self._up and not link.pending and link.loss is None:
+                self._link_up()
+        if self._up and link.loss is None:
+            self._feed(link)
+        if link.loss is None:
+            link.flush()
 
     def _keep_subscribed(self, link: Link) -> None:
         if self._link_version == self._filters_version:

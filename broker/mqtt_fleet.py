@@ -169,14 +169,7 @@ class FleetTransport(MqttDriver):
                 return Loss("stopped")
             if not self._up and now >= self._patience:
                 return Loss("the broker does not answer the MQTT handshake", passing=True)
-        if link.accepted and link.loss is None:
-            self._keep_subscribed(link)
-            if not self._up and not link.pending and link.loss is None:
-                self._link_up()
-        if self._up and link.loss is None:
-            self._feed(link)
-        if link.loss is None:
-            link.flush()
+        self._move(link)
         return link.loss
 
     def _end_link(self, link: FleetLink, loss: Loss) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from broker.errors import LocalProtocolError
+from broker.errors import LocalProtocolError, ModelError, PipesdError
 from cloud_verifier.engine.target import Target, Work
 from cloud_verifier.engine.trees import is_path, is_tree
 
@@ -61,6 +62,31 @@ def check_batch(
                 f"slot {slot}: token {bad} is outside the vocabulary of {target.vocab_size}: "
                 "check what the edge sends"
             )
+
+
+@contextmanager
+def all_or_nothing(name: str, batch: Sequence[Work], free: Callable[[int], None]) -> Iterator[None]:
+    """Around the forward of target ``name``: when it fails, the slots of ``batch`` hold nothing.
+
+    Raises ModelError for whatever the model raises.
+    """
+    finished = False
+    try:
+        yield
+        finished = True
+    except PipesdError:
+        raise
+    except Exception as exc:
+        cause = " ".join(str(exc).split())[:200]
+        raise ModelError(
+            f"target {name} failed in a forward of {len(batch)} sessions: "
+            f"{type(exc).__name__} {cause}; its sessions start again"
+        ) from exc
+    finally:
+        # Also after KeyboardInterrupt: half-written K/V must not be taken for valid.
+        if not finished:
+            for work in batch:
+                free(work.slot)
 
 
 def _check_tree(work: Work, parents: Sequence[int]) -> None:

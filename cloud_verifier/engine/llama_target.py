@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from broker.errors import ConfigError, LocalProtocolError, ModelError, PipesdError
+from broker.errors import ConfigError, LocalProtocolError, ModelError
 from broker.gguf_header import GgufHeader, read_header
 from broker.llama_library import complaint, forget_complaints, llama_library
 from broker.sampling import Sampler, Sampling
-from cloud_verifier.engine.batch import check_batch
+from cloud_verifier.engine.batch import all_or_nothing, check_batch
 from cloud_verifier.engine.llama_passes import Window, plan
 from cloud_verifier.engine.llama_rows import ROWS, Rows
 from cloud_verifier.engine.llama_vocabulary import read_vocabulary
@@ -265,8 +265,7 @@ class LlamaTarget:
         return rows
 
     def _work_through(self, batch: Sequence[Work], take: _Take) -> None:
-        finished = False
-        try:
+        with all_or_nothing(self.name, batch, self.free):
             courses = [self._course(work, number) for number, work in enumerate(batch)]
             running = {course.work.slot: course for course in courses}
             while running:
@@ -276,20 +275,6 @@ class LlamaTarget:
                 running = {slot: course for slot, course in running.items() if course.legs}
             for work in batch:
                 self._note(work)
-            finished = True
-        except PipesdError:
-            raise
-        except Exception as exc:
-            cause = " ".join(str(exc).split())[:200]
-            raise ModelError(
-                f"target {self.name} failed in a forward of {len(batch)} sessions: "
-                f"{type(exc).__name__} {cause}; its sessions start again"
-            ) from exc
-        finally:
-            # Also after KeyboardInterrupt: half-written cells must not be taken for valid.
-            if not finished:
-                for work in batch:
-                    self.free(work.slot)
 
     def _course(self, work: Work, number: int) -> _Course:
         """Cut the slot back to what stays valid, and lay out what is to run."""

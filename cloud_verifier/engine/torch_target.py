@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from broker.errors import ConfigError, ModelError, PipesdError
+from broker.errors import ConfigError, ModelError
 from broker.sampling import Sampling
 from broker.vocabulary import vocab_hash
 from cloud_verifier.engine import torch_attention, torch_linear, torch_probe
-from cloud_verifier.engine.batch import check_batch
+from cloud_verifier.engine.batch import all_or_nothing, check_batch
 from cloud_verifier.engine.prepare import END_TOKENS, resolve_target, tokenizer_tokens
 from cloud_verifier.engine.slots import SlotTable
 from cloud_verifier.engine.target import Work
@@ -174,25 +174,8 @@ class TorchTarget:
         check_batch(batch, self, self._slots.length, self._trees)
         if not batch:
             return []
-        finished = False
-        try:
-            logits = self.logits(batch)
-            chosen = _choices(logits, batch)
-            finished = True
-        except PipesdError:
-            raise
-        except Exception as exc:
-            cause = " ".join(str(exc).split())[:200]
-            raise ModelError(
-                f"target {self.name} failed in a forward of {len(batch)} sessions: "
-                f"{type(exc).__name__} {cause}; its sessions start again"
-            ) from exc
-        finally:
-            # Also after KeyboardInterrupt: half-written K/V must not be taken for valid.
-            if not finished:
-                for work in batch:
-                    self.free(work.slot)
-        return chosen
+        with all_or_nothing(self.name, batch, self.free):
+            return _choices(self.logits(batch), batch)
 
     @torch.inference_mode()
     def logits(self, batch: Sequence[Work]) -> Tensor:

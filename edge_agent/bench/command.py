@@ -23,7 +23,7 @@ from edge_agent.bench.cells import Cell, Result, ResultsFile, check_new, read_he
 from edge_agent.bench.choices import Choices
 from edge_agent.bench.fidelity import beside, drafting_pace
 from edge_agent.bench.fidelity import lines_of as lines_of_replays
-from edge_agent.bench.files import check_writable, replace_file, write_json
+from edge_agent.bench.files import check_output, check_writable, replace_file, write_json
 from edge_agent.bench.flags import add_bench_flags
 from edge_agent.bench.html import page
 from edge_agent.bench.link import WIRE_IDS
@@ -228,15 +228,7 @@ def _outputs(args: argparse.Namespace) -> dict[str, Path]:
     kinds = ("jsonl", "json", "html", "constants.json")
     found = {kind: Path(f"{prefix}.{kind}") for kind in kinds}
     for kind in ("json", "html"):
-        path = found[kind]
-        existed = path.exists()
-        try:
-            with path.open("a"):
-                pass
-            if not existed:
-                path.unlink()
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}: choose --out") from None
+        check_output(found[kind])
     return found
 
 

@@ -26,6 +26,18 @@ def check_writable(path: str | Path) -> None:
         raise _unwritable(path, error) from None
 
 
+def check_output(path: Path) -> None:
+    """``check_writable`` for what ``--out`` names. Raises ConfigError."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}: choose --out") from None
+
+
 def replace_file(path: str | Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a new file and put that in the place of ``path``.
 

@@ -17,6 +17,7 @@ from broker.flags import add_broker_flags, broker_settings, sampling_from
 from broker.messages import VerifierStatus
 from edge_agent.bench.choices import broker_kind
 from edge_agent.bench.contenders import CONTENDERS, select
+from edge_agent.bench.files import check_output
 from edge_agent.bench.traces import Trace, read_traces
 from edge_agent.core.policies import Policy
 from edge_agent.cpus import usable_cores
@@ -141,7 +142,9 @@ class FleetChoices:
             raise ConfigError(
                 f"the embedded broker takes {_EMBEDDED_MOST} devices: install mosquitto for more"
             )
-        self.out = None if args.out is None else _writable(Path(f"{args.out}.json"))
+        self.out = None if args.out is None else Path(f"{args.out}.json")
+        if self.out is not None:
+            check_output(self.out)
         self.recorded = [] if args.traces is None else read_traces(args.traces)
 
     def module_flags(self) -> list[str]:
@@ -205,18 +208,6 @@ def _policy(name: str) -> Policy:
         names = ", ".join(one for one in CONTENDERS if one != "local")
         raise ConfigError(f"--policy {name!r} is no policy of a fleet: use one of {names}")
     return contenders[0].policy({}, "")
-
-
-def _writable(path: Path) -> Path:
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}: choose --out") from None
-    return path
 
 
 def run_fleet(args: argparse.Namespace) -> int:

@@ -35,8 +35,8 @@ from broker.topics import (
 )
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport
 from edge_agent.bench.fleet_habits import Habits
-from edge_agent.bench.fleet_stats import Tally
-from edge_agent.bench.fleet_texts import RecordedDraft
+from edge_agent.bench.fleet_stats import SESSION_LOSSES, Tally
+from edge_agent.bench.recorded_draft import RecordedDraft
 from edge_agent.core.config import SessionConfig
 from edge_agent.core.effects import Commit, DraftNext, Finished
 from edge_agent.core.sending import Estimates
@@ -60,16 +60,7 @@ _SUMMED = (
     "judged",
     "forwards",
     "refusals",
-    "timeouts",
-    "resyncs",
-    "reopens",
-    "stuck",
-    "gaps",
-    "duplicates",
-    "stale",
-    "contradictions",
-    "out_of_range",
-    "unexpected",
+    *SESSION_LOSSES,
 )
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Any, TextIO
 
 from edge_agent.bench.fleet_run import Moment, Outcome
-from edge_agent.bench.fleet_stats import Histogram
+from edge_agent.bench.fleet_stats import SESSION_LOSSES, Histogram
 from edge_agent.bench.fleet_usage import Usage
 
 #: Seconds between two lines of progress where there is no terminal.
@@ -15,16 +15,7 @@ _QUIET_S = 15.0
 _MB = 1e6
 #: Counters of the edge's sessions that say what went wrong on the way, and was mended.
 LOSSES = (
-    "timeouts",
-    "resyncs",
-    "reopens",
-    "stuck",
-    "gaps",
-    "duplicates",
-    "stale",
-    "contradictions",
-    "out_of_range",
-    "unexpected",
+    *SESSION_LOSSES,
     "disconnects",
     "reconnects",
     "dropped",

@@ -13,6 +13,19 @@ _BUCKETS = 1_200  # beyond a day
 #: Different reasons for failed generations that are kept apart.
 MAX_REASONS = 20
 _OTHER = "other reasons"
+#: Counters of an edge's session that say what went wrong on the way, and was mended.
+SESSION_LOSSES = (
+    "timeouts",
+    "resyncs",
+    "reopens",
+    "stuck",
+    "gaps",
+    "duplicates",
+    "stale",
+    "contradictions",
+    "out_of_range",
+    "unexpected",
+)
 
 
 class Histogram:

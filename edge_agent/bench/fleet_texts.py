@@ -11,7 +11,6 @@ from broker.errors import ConfigError
 from broker.sampling import Sampling
 from edge_agent.bench.forward_table import ForwardTable
 from edge_agent.bench.traces import Trace
-from edge_agent.core.effects import DraftNext
 
 #: Made-up texts of one fleet: enough that no two devices near each other write the same one.
 TEXTS = 128
@@ -111,40 +110,3 @@ def check_texts(traces: Sequence[Trace], vocab_hash: str, context: int) -> None:
                 f"{trace.name} is no text of the verifier that runs there: record traces with its "
                 "models and give them with --traces"
             )
-
-
-class RecordedDraft:
-    """What the draft model of one generation answers, from the record.
-
-    Beside a wrong token the text would go on differently, which nobody recorded: what is drafted
-    there is wrong too, and has the confidences of the same positions.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._text = (*trace.prompt, *trace.tokens)
-        self._right = 0  # leading tokens of the cache that are the target's
-
-    def feed(self, effect: DraftNext) -> tuple[int, float, float]:
-        """The token, its confidence, and the seconds that it takes to draft it."""
-        trace, text = self._trace, self._text
-        right = min(self._right, effect.keep)
-        for index, token in enumerate(effect.feed, effect.keep):
-            if right != index or index >= len(text) or text[index] != token:
-                break
-            right += 1
-        self._right = right
-        place = min(effect.position, len(trace.tokens) - 1)
-        token = trace.drafted[place]
-        if right < effect.keep + len(effect.feed) or effect.position != place:
-            token = self._filler(trace.tokens[place])
-        seconds = trace.gammas[place] + (len(effect.feed) - 1) * trace.prompt_gamma
-        return token, trace.confidences[place], seconds
-
-    def _filler(self, right: int) -> int:
-        """A token that neither is the target's nor ends the text, where there is one."""
-        trace = self._trace
-        for token in range(min(trace.vocab_size, len(trace.eos_ids) + 2)):
-            if token != right and token not in trace.eos_ids:
-                return token
-        return 0

@@ -31,6 +31,7 @@ from broker.messages import (
 from broker.topics import down_topic
 from edge_agent.bench.link import Scenario
 from edge_agent.bench.link_model import LinkModel
+from edge_agent.bench.recorded_draft import RecordedDraft
 from edge_agent.bench.replay_result import (
     DOWNLINK,
     DRAFT,
@@ -138,37 +139,6 @@ def replay_all(
     return results
 
 
-class _Draft:
-    """What the draft model answers, from the record; its cache is only known by its length."""
-
-    def __init__(self, trace: Trace, floor_s: float) -> None:
-        self._trace = trace
-        self._floor_s = floor_s
-        self._text = (*trace.prompt, *trace.tokens)
-        self._right = 0  # leading tokens of the cache that are the target's
-        spare = (token for token in range(trace.vocab_size) if token not in trace.eos_ids)
-        first = next(spare, 0)
-        self._fillers = (first, next(spare, first))
-
-    def feed(self, effect: DraftNext) -> tuple[int, float, float]:
-        """The token, its confidence, and the seconds that it takes to draft it."""
-        trace, text = self._trace, self._text
-        right = min(self._right, effect.keep)
-        for index, token in enumerate(effect.feed, effect.keep):
-            if right != index or index >= len(text) or text[index] != token:
-                break
-            right += 1
-        self._right = right
-        position = min(effect.position, len(trace.tokens) - 1)
-        took = trace.gammas[position] + (len(effect.feed) - 1) * trace.prompt_gamma
-        token = trace.drafted[position]
-        if right < effect.keep + len(effect.feed) or effect.position != position:
-            # On another branch: some token that neither the target would write nor ends the text.
-            one, other = self._fillers
-            token = one if trace.tokens[position] != one else other
-        return token, trace.confidences[position], max(took, self._floor_s)
-
-
 def _tokens_on_the_wire(message: EdgeMessage) -> int:
     """What a padded wire is charged for, as the relay counts it: drafts and probes."""
     if isinstance(message, Resync):
@@ -211,7 +181,7 @@ class _Replay:
         self.session = EdgeSession(
             config, timing=timing, now=0.0, policy=policy, estimates=estimates
         )
-        self.draft = _Draft(trace, scenario.gamma_floor_s)
+        self.draft = RecordedDraft(trace, scenario.gamma_floor_s)
         self.now = 0.0
         self.up: deque[tuple[float, EdgeMessage]] = deque()
         self.down: deque[tuple[float, VerifierMessage]] = deque()

@@ -11,11 +11,11 @@ from broker.errors import ConfigError
 from edge_agent.bench.fleet_texts import (
     AGREEMENT,
     GAMMA_S,
-    RecordedDraft,
     check_texts,
     made_up,
     on_scripted_target,
 )
+from edge_agent.bench.recorded_draft import RecordedDraft
 from edge_agent.core.effects import DraftNext
 from tests.edge_agent.bench_traces import EOS, make_trace, random_trace
 
