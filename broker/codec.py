@@ -20,18 +20,19 @@ from broker.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from broker.messages import (
     MAX_PROMPT,
     Accepted,
-    AnyMessage,
     Close,
     Closed,
     DeviceStatus,
     DraftBatch,
     Refused,
     Resync,
+    SessionMessage,
     SessionOpen,
     Verdict,
     VerifierStatus,
 )
 from broker.sampling import Sampling
+from broker.telemetry import DeviceConfig, Histogram, Telemetry
 
 #: Bytes; a prompt of MAX_PROMPT tokens at 5 bytes each fits.
 MAX_PAYLOAD = 1 << 20
@@ -40,7 +41,9 @@ MAX_FIELDS = 32
 _ARRAY_16, _ARRAY_32 = 0xDC, 0xDD
 
 _OPEN, _ACCEPTED, _REFUSED, _DRAFT, _VERDICT, _RESYNC, _CLOSE, _CLOSED = range(1, 9)
-_VERIFIER_STATUS, _DEVICE_STATUS = 16, 17
+_VERIFIER_STATUS, _DEVICE_STATUS, _TELEMETRY, _CONFIG = range(16, 20)
+
+AnyMessage = SessionMessage | Telemetry | DeviceConfig
 
 
 def _open_fields(message: SessionOpen) -> list[Any]:
@@ -130,6 +133,44 @@ def _verdict_from(fields: list[Any]) -> Verdict:
     return Verdict(*fields[:9])
 
 
+def _plain(value: float) -> float:
+    """As an integer where it is one: at most half the bytes."""
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _telemetry_fields(message: Telemetry) -> list[Any]:
+    return [
+        message.boot,
+        message.sequence,
+        message.clock,
+        list(message.figures),
+        [_plain(value) for value in message.figures.values()],
+        message.ttft.counts,
+        message.ttft.total,
+        message.tpt.counts,
+        message.tpt.total,
+        message.version,
+        message.draft,
+        message.policy,
+        message.machine,
+        message.energy_source,
+    ]
+
+
+def _telemetry_from(fields: list[Any]) -> Telemetry:
+    boot, sequence, clock, numbers, values, ttft, ttft_sum, tpt, tpt_sum, *texts = fields
+    figures = dict(zip(numbers, values, strict=True))
+    return Telemetry(
+        boot,
+        sequence,
+        clock,
+        figures,
+        Histogram(ttft, ttft_sum),
+        Histogram(tpt, tpt_sum),
+        *texts[:5],
+    )
+
+
 _ENCODERS: dict[type, tuple[int, Callable[[Any], list[Any]]]] = {
     SessionOpen: (_OPEN, _open_fields),
     Accepted: (_ACCEPTED, lambda m: [m.attach, m.verifier, m.context, m.limit]),
@@ -152,6 +193,11 @@ _ENCODERS: dict[type, tuple[int, Callable[[Any], list[Any]]]] = {
         ],
     ),
     DeviceStatus: (_DEVICE_STATUS, lambda m: [m.online, m.version, m.draft]),
+    Telemetry: (_TELEMETRY, _telemetry_fields),
+    DeviceConfig: (
+        _CONFIG,
+        lambda m: [m.version, m.r1, m.r2, m.window, m.policy, m.schema],
+    ),
 }
 
 _DECODERS: dict[int, Callable[[list[Any]], AnyMessage]] = {
@@ -165,6 +211,8 @@ _DECODERS: dict[int, Callable[[list[Any]], AnyMessage]] = {
     _CLOSED: lambda f: Closed(*f[:2]),
     _VERIFIER_STATUS: lambda f: VerifierStatus(*f[:7]),
     _DEVICE_STATUS: lambda f: DeviceStatus(*f[:3]),
+    _TELEMETRY: _telemetry_from,
+    _CONFIG: lambda f: DeviceConfig(*f[:6]),
 }
 
 

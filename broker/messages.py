@@ -49,12 +49,14 @@ CLOSED_TOKEN = "token_out_of_range"  # noqa: S105 (a drafted id that the target 
 CLOSED_REASONS = (CLOSED_DONE, CLOSED_UNKNOWN, CLOSED_MOVED, CLOSED_ERROR, CLOSED_TOKEN)
 
 
-def _count(name: str, value: int, top: int = MAX_POSITION) -> None:
+def check_count(name: str, value: int, top: int = MAX_POSITION) -> None:
+    """Raises LocalProtocolError unless ``value`` is an integer from 0 to ``top``."""
     if type(value) is not int or not 0 <= value <= top:
         raise LocalProtocolError(f"{name} {value!r} is no integer from 0 to {top}")
 
 
-def _text(name: str, value: str, top: int) -> None:
+def check_text(name: str, value: str, top: int) -> None:
+    """Raises LocalProtocolError unless ``value`` is a text of at most ``top`` characters."""
     if type(value) is not str or len(value) > top:
         raise LocalProtocolError(f"{name} is no text of at most {top} characters")
 
@@ -94,17 +96,17 @@ class SessionOpen:
     ask: bool = False
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
+        check_count("attach", self.attach)
         object.__setattr__(self, "prompt", tokens_of(self.prompt, MAX_PROMPT))
         object.__setattr__(self, "committed", tokens_of(self.committed, MAX_PROMPT))
         if not self.prompt:
             raise LocalProtocolError("a session needs at least one prompt token")
         if not isinstance(self.sampling, Sampling):
             raise LocalProtocolError("sampling is no Sampling")
-        _count("max_tokens", self.max_tokens)
+        check_count("max_tokens", self.max_tokens)
         if self.max_tokens < 1:
             raise LocalProtocolError("max_tokens is at least 1")
-        _text("vocab_hash", self.vocab_hash, 64)
+        check_text("vocab_hash", self.vocab_hash, 64)
         if self.verify not in VERIFY_MODES:
             raise LocalProtocolError(f"verify {self.verify!r} is none of {VERIFY_MODES}")
         if type(self.ask) is not bool:
@@ -125,10 +127,10 @@ class Accepted:
     limit: int
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
-        _text("verifier", self.verifier, 64)
-        _count("context", self.context)
-        _count("limit", self.limit)
+        check_count("attach", self.attach)
+        check_text("verifier", self.verifier, 64)
+        check_count("context", self.context)
+        check_count("limit", self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +143,9 @@ class Refused:
     retry_after: float = 0.0
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
-        _text("reason", self.reason, 64)
-        _text("detail", self.detail, MAX_DETAIL)
+        check_count("attach", self.attach)
+        check_text("reason", self.reason, 64)
+        check_text("detail", self.detail, MAX_DETAIL)
         if not 0.0 <= self.retry_after <= 86_400.0:
             raise LocalProtocolError(f"retry_after {self.retry_after!r} is outside 0 to a day")
 
@@ -168,9 +170,9 @@ class DraftBatch:
     go_on: bool = False
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
-        _count("epoch", self.epoch)
-        _count("base", self.base)
+        check_count("attach", self.attach)
+        check_count("epoch", self.epoch)
+        check_count("base", self.base)
         object.__setattr__(self, "tokens", tokens_of(self.tokens))
         if self.parents is not None:
             try:
@@ -225,12 +227,12 @@ class Verdict:
     forward_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
-        _count("epoch", self.epoch)
-        _count("start", self.start)
+        check_count("attach", self.attach)
+        check_count("epoch", self.epoch)
+        check_count("start", self.start)
         object.__setattr__(self, "tokens", tokens_of(self.tokens, MAX_BATCH + 1))
-        _count("accepted", self.accepted)
-        _count("judged", self.judged)
+        check_count("accepted", self.accepted)
+        check_count("judged", self.judged)
         if not self.tokens:
             raise LocalProtocolError("a verdict commits at least one token")
         if not self.accepted <= min(self.judged, len(self.tokens)):
@@ -258,10 +260,10 @@ class Resync:
     padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
-        _count("epoch", self.epoch)
-        _count("have", self.have)
-        _count("probe", self.probe)
+        check_count("attach", self.attach)
+        check_count("epoch", self.epoch)
+        check_count("have", self.have)
+        check_count("probe", self.probe)
         object.__setattr__(self, "padding", tokens_of(self.padding))
 
 
@@ -272,7 +274,7 @@ class Close:
     attach: int
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
+        check_count("attach", self.attach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +285,8 @@ class Closed:
     reason: str
 
     def __post_init__(self) -> None:
-        _count("attach", self.attach)
-        _text("reason", self.reason, 64)
+        check_count("attach", self.attach)
+        check_text("reason", self.reason, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,12 +304,12 @@ class VerifierStatus:
     def __post_init__(self) -> None:
         if type(self.online) is not bool:
             raise LocalProtocolError("online is true or false")
-        _text("version", self.version, 64)
-        _text("model", self.model, 200)
-        _text("vocab_hash", self.vocab_hash, 64)
-        _count("context", self.context)
-        _count("sessions", self.sessions)
-        _count("max_sessions", self.max_sessions)
+        check_text("version", self.version, 64)
+        check_text("model", self.model, 200)
+        check_text("vocab_hash", self.vocab_hash, 64)
+        check_count("context", self.context)
+        check_count("sessions", self.sessions)
+        check_count("max_sessions", self.max_sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,10 +323,10 @@ class DeviceStatus:
     def __post_init__(self) -> None:
         if type(self.online) is not bool:
             raise LocalProtocolError("online is true or false")
-        _text("version", self.version, 64)
-        _text("draft", self.draft, 200)
+        check_text("version", self.version, 64)
+        check_text("draft", self.draft, 200)
 
 
 EdgeMessage = SessionOpen | DraftBatch | Resync | Close
 VerifierMessage = Accepted | Refused | Verdict | Resync | Closed
-AnyMessage = EdgeMessage | VerifierMessage | VerifierStatus | DeviceStatus
+SessionMessage = EdgeMessage | VerifierMessage | VerifierStatus | DeviceStatus

@@ -25,6 +25,10 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 OPEN_SHARED = f"$share/{SHARE_GROUP}/{ROOT}/+/+/open"
 #: The retained status of every verifier.
 VERIFIER_STATUS_ALL = f"{ROOT}/{VERIFIERS}/+/status"
+#: What every device tells of itself, and what it is told; a device alone has three parts before.
+DEVICE_STATUS_ALL = f"{ROOT}/+/status"
+TELEMETRY_ALL = f"{ROOT}/+/telemetry"
+CONFIG_ALL = f"{ROOT}/+/config"
 
 
 def check_id(what: str, value: str) -> str:
@@ -71,6 +75,14 @@ def status_topic(device: str) -> str:
     return f"{ROOT}/{device}/status"
 
 
+def telemetry_topic(device: str) -> str:
+    return f"{ROOT}/{device}/telemetry"
+
+
+def config_topic(device: str) -> str:
+    return f"{ROOT}/{device}/config"
+
+
 def verifier_status_topic(verifier: str) -> str:
     return f"{ROOT}/{VERIFIERS}/{verifier}/status"
 
@@ -112,3 +124,24 @@ def parse_verifier_status_topic(topic: str) -> str:
     ):
         return parts[3]
     raise RemoteProtocolError(f"no verifier status topic: {topic[:120]!r}", cause="topic")
+
+
+class DeviceTopic(NamedTuple):
+    """A parsed topic of a device itself. ``channel``: status, telemetry or config."""
+
+    device: str
+    channel: str
+
+
+def parse_device_topic(topic: str) -> DeviceTopic:
+    """Take a device's own topic apart. Raises RemoteProtocolError (cause ``topic``)."""
+    parts = topic.split("/")
+    if (
+        len(parts) == 4
+        and parts[:2] == ["pipesd", "1"]
+        and _ID.fullmatch(parts[2])
+        and not parts[2].startswith("_")
+        and parts[3] in ("status", "telemetry", "config")
+    ):
+        return DeviceTopic(parts[2], parts[3])
+    raise RemoteProtocolError(f"no topic of a device: {topic[:120]!r}", cause="topic")

@@ -34,10 +34,12 @@ ONLY = {
 PURE = (
     "broker/codec.py",
     "broker/errors.py",
+    "broker/figures.py",
     "broker/filters.py",
     "broker/messages.py",
     "broker/noise.py",
     "broker/sampling.py",
+    "broker/telemetry.py",
     "broker/topics.py",
     "cloud_verifier/core/*.py",
     "edge_agent/core/*.py",

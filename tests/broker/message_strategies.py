@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from broker.figures import BUCKETS
 from broker.messages import (
     FINISHES,
     MAX_DETAIL,
@@ -22,6 +23,7 @@ from broker.messages import (
     VerifierStatus,
 )
 from broker.sampling import MAX_SEED, Sampling
+from broker.telemetry import CONFIG_SCHEMA, DeviceConfig, Histogram, Telemetry
 
 counts = st.integers(0, 200) | st.integers(0, MAX_POSITION)
 tokens = st.lists(st.integers(0, MAX_TOKEN) | st.integers(0, 300), max_size=40).map(tuple)
@@ -76,7 +78,40 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     )
 
 
+numbers = st.floats(allow_nan=False) | st.integers(0, 2**53).map(float)
+histograms = st.builds(
+    Histogram,
+    counts=st.just(()) | st.lists(counts, min_size=len(BUCKETS) + 1, max_size=len(BUCKETS) + 1),
+    total=st.floats(0.0, 1e300),
+)
+ratios = st.floats(0.0, 1.0)
+of_a_device = (
+    st.builds(
+        Telemetry,
+        boot=short,
+        sequence=counts,
+        clock=numbers,
+        figures=st.dictionaries(counts, numbers, max_size=60),
+        ttft=histograms,
+        tpt=histograms,
+        version=short,
+        draft=short,
+        policy=short,
+        machine=short,
+        energy_source=short,
+    ),
+    st.builds(
+        DeviceConfig,
+        version=counts,
+        r1=ratios,
+        r2=ratios,
+        window=st.integers(0, 512),
+        policy=short,
+        schema=st.integers(0, CONFIG_SCHEMA + 1),
+    ),
+)
 messages = st.one_of(
+    *of_a_device,
     opens,
     drafts(),
     verdicts(),
