@@ -59,17 +59,17 @@ export CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF \
 
 # A line at each fifth, from ninja's "[12/74]" or make's "[ 16%]".
 progress() {
-    local line done next=20
+    local line built next=20
     while IFS= read -r line; do
         if [[ $line =~ \[([0-9]+)/([0-9]{2,})\] ]]; then
-            done=$((100 * BASH_REMATCH[1] / BASH_REMATCH[2]))
+            built=$((100 * BASH_REMATCH[1] / BASH_REMATCH[2]))
         elif [[ $line =~ \[\ *([0-9]+)%\] ]]; then
-            done=${BASH_REMATCH[1]}
+            built=${BASH_REMATCH[1]}
         else
             continue
         fi
-        if ((done >= next)); then
-            next=$((done - done % 20))
+        if ((built >= next)); then
+            next=$((built - built % 20))
             echo "pipesd:   $next % after $((SECONDS - started)) s"
             next=$((next + 20))
         fi
