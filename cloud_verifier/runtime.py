@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 
 from broker import __version__
 from broker.clock import Clock, MonotonicClock
@@ -20,6 +21,7 @@ from broker.topics import OPEN_SHARED, down_topic, up_filter, verifier_status_to
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
 from cloud_verifier.core.verifier import Forward, SessionKey, VerifierConfig, VerifierCore
 from cloud_verifier.engine.target import Target, Work
+from cloud_verifier.measures import Measures, Snapshot
 from cloud_verifier.wire import feed, publication, session_of
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class VerifierRuntime:
         self.core = VerifierCore(config)
         self.publish_failures = 0
         self.core_faults = 0  # exceptions of the core, each of which cost one session at most
+        self.measures = Measures()
         self._fault_kinds: set[str] = set()
         self._transport = transport
         self._target = target
@@ -92,6 +95,7 @@ class VerifierRuntime:
         self._stopping = False
         self._status = online_status(config, target.name)
         self._status_due = 0.0
+        self._forward: Forward | None = None  # the one that runs
         self._thread = threading.Thread(target=self._engine, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -123,6 +127,45 @@ class VerifierRuntime:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def snapshot(self) -> Snapshot:
+        """Counts and measures of this moment, for exporters; holds the lock for some 100 us."""
+        transport = self._transport
+        with self._lock:
+            core, now = self.core, self._clock.now()
+            seated = {seat.session for seat in self._forward.seats} if self._forward else set()
+            waiting = [
+                now - held.waiting_since
+                for held in core.sessions.values()
+                if held.triggered and held.has_work and held not in seated
+            ]
+            stats = {field.name: getattr(core.stats, field.name) for field in fields(core.stats)}
+            return Snapshot(
+                stats={k: dict(v) if isinstance(v, dict) else v for k, v in stats.items()},
+                counters={
+                    "evictions": core.slots.evictions,
+                    "core_faults": self.core_faults,
+                    "publish_failures": self.publish_failures,
+                    "mqtt_sent_bytes": transport.bytes_sent,
+                    "mqtt_received_bytes": transport.bytes_received,
+                    "mqtt_sent_messages": transport.messages_sent,
+                    "mqtt_received_messages": transport.messages_received,
+                    "mqtt_reconnects": transport.reconnects,
+                    "mqtt_dropped_messages": transport.dropped,
+                    "mqtt_callback_errors": transport.callback_errors,
+                },
+                gauges={
+                    "sessions": len(core.sessions),
+                    "sessions_limit": core.config.max_sessions,
+                    "slots": core.slots.size,
+                    "slots_used": len(core.slots),
+                },
+                measures=self.measures.copy(),
+                waiting=len(waiting),
+                waited=max(waiting, default=0.0),
+                alive=self.alive and not self._stopping,
+                connected=transport.connected,
+            )
+
     # -- the transport's thread -----------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
@@ -131,12 +174,14 @@ class VerifierRuntime:
                 return
             causes = self.core.stats.rejected
             known = len(causes)
+            begin = self._clock.now()
             try:
-                taken = feed(self.core, message, self._clock.now())
+                taken = feed(self.core, message, begin)
             except Exception as error:  # noqa: BLE001 (a bug must not end the replica)
                 taken = True
                 self._fault(error)
                 self._give_up(session_of(message))
+            self.measures.stages["receive"] += self._clock.now() - begin
             if not taken and len(causes) > known:
                 log.warning(
                     "dropped a message on %r (%s): see who publishes there; others of this kind "
@@ -158,8 +203,13 @@ class VerifierRuntime:
     # -- both, under the lock -------------------------------------------------------------------
 
     def _publish(self) -> None:
+        begin = self._clock.now()
+        self._publish_all(begin)
+        self.measures.stages["publish"] += self._clock.now() - begin
+
+    def _publish_all(self, now: float) -> None:
         try:
-            messages = self.core.messages_to_send(self._clock.now())
+            messages = self.core.messages_to_send(now)
         except Exception as error:  # noqa: BLE001 (what is lost here the protocol repeats)
             self._fault(error)
             self._give_up(self._culprit())
@@ -233,6 +283,7 @@ class VerifierRuntime:
                 # A bug must not silence the replica: give the batch back and go on.
                 log.exception("a forward failed")
                 with self._work:
+                    self._forward = None
                     self.core.forward_failed(forward)
                     self._publish()
 
@@ -252,10 +303,15 @@ class VerifierRuntime:
                 if culprit is None:
                     self._work.wait(_AFTER_FAULT_S)
                 continue
+            planned = self._clock.now()
+            stages = self.measures.stages
+            stages["schedule"] += planned - now
             if forward is not None:
+                self._forward = forward
                 return forward
             wait = self._status_due - now if due is None else min(due, self._status_due) - now
             self._work.wait(max(0.001, wait))
+            stages["idle"] += self._clock.now() - planned
         return None
 
     def _run(self, forward: Forward) -> None:
@@ -276,12 +332,19 @@ class VerifierRuntime:
         except ModelError as error:
             log.error("the target failed on %d sessions: %s", len(batch), error)
             with self._work:
+                self._forward = None
+                self.measures.stages["forward"] += self._clock.now() - begin
                 self.core.forward_failed(forward)
                 self._publish()
             return
         end = self._clock.now()
+        tokens = sum(len(work.tokens) for work in batch)
         with self._work:
+            self._forward = None
+            self.measures.forward(end - begin, len(batch), tokens)
+            locked = self._clock.now()
             self.core.forward_done(forward, choices, end, end - begin)
+            self.measures.stages["commit"] += self._clock.now() - locked
             self._publish()
 
     def _refresh_status(self, now: float) -> None:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class VerifierStats:
-    """Since the start. ``rejected``: input dropped, by cause (a fixed set of causes)."""
+    """Since the start. ``rejected``: input dropped, by cause (a fixed set of causes).
+
+    ``refused``: openings that were refused, by reason; ``refusals`` is their sum.
+    """
 
     opens: int = 0
     refusals: int = 0
@@ -33,3 +36,4 @@ class VerifierStats:
     expired: int = 0
     closed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)

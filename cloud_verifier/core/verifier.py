@@ -141,6 +141,7 @@ class VerifierCore:
             refusal = self._refusal(key, opened)
             if refusal is not None:
                 self.stats.refusals += 1
+                self.stats.refused[refusal.reason] += 1
                 self._say(key, refusal)
                 return
             held = self._take(key, opened, now)
