@@ -2,18 +2,21 @@
 
 One thread for each connection, of which there are few: when one more comes, the oldest is hung up,
 since a scrape takes milliseconds and what is old is slow or broken. One request for a connection;
-what it asks for is rendered by one thread at a time.
+what it asks for is rendered and compressed by one thread at a time. Where rendering is dear, what
+is younger than ``reuse`` seconds answers once more, so that a flood of requests makes none of work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import logging
 import socket
 import socketserver
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
@@ -27,16 +30,19 @@ MAX_CLIENTS = 16
 CLIENT_TIMEOUT = 5.0
 
 PLAIN = "text/plain; charset=utf-8"
+#: Bytes from which a page is compressed for who takes that; and how much, for how much time.
+_GZIP_FROM, _GZIP_LEVEL = 1_000, 1
 
 
 class Page(NamedTuple):
-    """What is answered; ``content_type`` as HTTP has it."""
+    """What is answered; ``content_type`` and ``encoding`` as HTTP has them."""
 
     body: bytes
     content_type: str = PLAIN
+    encoding: str = ""
 
 
-#: Makes ``/metrics`` from the request's Accept header.
+#: Makes a page, ``/metrics`` above all, from the request's Accept header.
 Render = Callable[[str], Page]
 #: Why ``/healthz`` is to answer 503; None: all is well.
 Health = Callable[[], str | None]
@@ -56,11 +62,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         status, page = self.server.owner.page(
-            self.path.partition("?")[0], self.headers.get("Accept", "")
+            self.path.partition("?")[0],
+            self.headers.get("Accept", ""),
+            zipped=_takes_gzip(self.headers.get("Accept-Encoding", "")),
         )
         self.send_response(status)
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
+        self.send_header("Vary", "Accept-Encoding")
+        if page.encoding:
+            self.send_header("Content-Encoding", page.encoding)
         self.end_headers()
         if with_body:
             self.wfile.write(page.body)
@@ -123,6 +134,8 @@ class MetricsServer:
 
     ``counts``: requests by what became of them (``ok``, ``unhealthy``, ``unknown``, ``failed``),
     and connections that were ``hung_up`` or ``broken``. ``flag`` names the option in errors.
+    ``pages``: further paths. ``reuse``: seconds for which a page answers again, whatever is
+    accepted; 0: none does.
     Raises ConfigError where nothing can listen.
     """
 
@@ -134,10 +147,14 @@ class MetricsServer:
         health: Health = lambda: None,
         *,
         flag: str = "--metrics-port",
+        pages: Mapping[str, Render] | None = None,
+        reuse: float = 0.0,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._render = render
+        self._pages: dict[str, Render] = {"/metrics": render, **(pages or {})}
         self._health = health
+        self._reuse = reuse
+        self._made: dict[tuple[str, bool], tuple[float, Page]] = {}
         self._turn = threading.Lock()
         self._closed = False
         try:
@@ -169,12 +186,12 @@ class MetricsServer:
         self._server.server_close()
         self._server.hang_up()
 
-    def page(self, path: str, accept: str) -> tuple[int, Page]:
-        """Status and content for a path. Never raises."""
+    def page(self, path: str, accept: str, *, zipped: bool = False) -> tuple[int, Page]:
+        """Status and content for a path, compressed where ``zipped``. Never raises."""
         try:
-            if path == "/metrics":
+            if path in self._pages:
                 with self._turn:
-                    page = self._render(accept)
+                    page = self._make(path, accept, zipped)
                 self.counts["ok"] += 1
                 return 200, page
             if path == "/healthz":
@@ -187,4 +204,27 @@ class MetricsServer:
                 log.exception("%s could not be answered; others are only counted", path[:40])
             return 500, Page(f"{type(error).__name__}\n".encode())
         self.counts["unknown"] += 1
-        return 404, Page(b"try /metrics or /healthz\n")
+        known = ", ".join([*self._pages, "/healthz"])
+        return 404, Page(f"try one of {known}\n".encode())
+
+    def _make(self, path: str, accept: str, zipped: bool) -> Page:
+        key, now = (path, zipped), time.monotonic()
+        made = self._made.get(key)
+        if made is not None and now - made[0] < self._reuse:
+            return made[1]
+        page = self._pages[path](accept)
+        if zipped and len(page.body) >= _GZIP_FROM:
+            page = page._replace(body=gzip.compress(page.body, _GZIP_LEVEL), encoding="gzip")
+        if self._reuse > 0.0:
+            self._made[key] = (time.monotonic(), page)
+        return page
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Whether an Accept-Encoding header names gzip and does not forbid it (RFC 9110, 12.5.3)."""
+    for part in accepted.lower().split(","):
+        name, _, weight = part.partition(";")
+        if name.strip() == "gzip":
+            quality = weight.partition("=")[2].strip() or "1"
+            return quality.strip("0.") != ""
+    return False

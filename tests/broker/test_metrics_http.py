@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import socket
 import threading
@@ -141,4 +142,39 @@ def test_ipv6_where_there_is_one() -> None:
     with socket.create_connection(("::1", server.port), timeout=5.0) as client:
         client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.0 200")
+    server.close()
+
+
+def test_a_large_page_is_compressed_for_who_takes_that(site: Site) -> None:
+    site.body = b"pipesd_a 1\n" * 1_000
+    for accepted, zipped in (
+        ("gzip", True),
+        ("deflate, gzip;q=0.5", True),
+        ("gzip;q=0", False),
+        ("gzip; q=0.000", False),
+        ("identity", False),
+        ("", False),
+    ):
+        client = http.client.HTTPConnection("127.0.0.1", site.server.port, timeout=5.0)
+        client.request("GET", "/metrics", headers={"Accept-Encoding": accepted, "Accept": ""})
+        answer = client.getresponse()
+        body = answer.read()
+        client.close()
+        assert (answer.getheader("Content-Encoding") == "gzip") is zipped, accepted
+        assert answer.getheader("Vary") == "Accept-Encoding"
+        assert int(answer.getheader("Content-Length", "")) == len(body)
+        assert (gzip.decompress(body) if zipped else body) == site.body
+
+
+def test_a_page_may_answer_more_than_once() -> None:
+    made = []
+
+    def render(accept: str) -> Page:
+        made.append(accept)
+        return Page(b"%d" % len(made))
+
+    server = MetricsServer("127.0.0.1", 0, render, pages={"/more": render}, reuse=60.0)
+    assert [server.page("/metrics", kind)[1].body for kind in ("", "x", "y")] == [b"1"] * 3
+    assert server.page("/more", "")[1].body == b"2"
+    assert server.page("/less", "") == (404, Page(b"try one of /metrics, /more, /healthz\n"))
     server.close()
