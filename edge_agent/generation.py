@@ -26,6 +26,7 @@ from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
 from edge_agent.draft import Draft
+from edge_agent.meter import Meter
 from edge_agent.observer import Observer, receive, tell_sent
 from edge_agent.wire import publication
 
@@ -46,7 +47,7 @@ class Home(Protocol):
     clock: Clock
 
     def publish(self, topic: str, payload: bytes, qos: int) -> None: ...
-    def forget(self, session: str, estimates: Estimates) -> None: ...
+    def forget(self, generation: Generation, estimates: Estimates) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Request:
     """One generation. ``prompt``: token ids; the other fields as in SessionConfig.
 
     ``thresholds``, ``max_ahead`` and ``min_survival`` stand for those of ``policy`` where given.
+    ``tunable``: what the device's remote config may set (edge_agent.device_config.TUNABLES); all
+    else is as it was asked for.
 
     Raises ConfigError when made with values that cannot be.
     """
@@ -68,15 +71,24 @@ class Request:
     min_survival: float | None = None
     verify: str = DEFAULT_VERIFY
     local: str = LOCAL_FORBID
+    tunable: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.config("", 1, frozenset(), 1)
 
     def config(
-        self, vocab_hash: str, vocab_size: int, eos_ids: frozenset[int], context: int
+        self,
+        vocab_hash: str,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        context: int,
+        policy: Policy | None = None,
     ) -> SessionConfig:
-        """The session's configuration with these facts of the draft model."""
-        policy = self.policy
+        """The session's configuration with these facts of the draft model.
+
+        ``policy``: the one to go by where it is not the request's own.
+        """
+        policy = policy or self.policy
         return SessionConfig(
             prompt=self.prompt,
             sampling=self.sampling,
@@ -116,8 +128,12 @@ class Generation:
         core: EdgeSession,
         draft: Draft,
         observer: Observer | None = None,
+        *,
+        request: Request | None = None,
     ) -> None:
         self.session = session
+        self.request = request
+        self.meter = Meter(core, agent.clock.now())
         self.finish: str | None = None
         self.dropped = 0  # messages that found the inbox full
         self.draft_seconds = 0.0
@@ -129,7 +145,7 @@ class Generation:
         self._inbox: deque[tuple[float, VerifierMessage | ConnectionEvent | str]] = deque()
         self._wake = threading.Condition()
         self._cancelled: str | None = None
-        self._traffic = [0, 0, 0, 0]
+        self._traffic = self.meter.traffic
         self._started = False
         self._observer = observer
 
@@ -159,6 +175,11 @@ class Generation:
     def sending(self) -> Sending:
         """What decides when drafts go out."""
         return self._core.sending
+
+    @property
+    def policy(self) -> Policy:
+        """What it goes by; thresholds may have been changed since."""
+        return self._core.policy
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """Take other thresholds from the next drafted token on."""
@@ -192,12 +213,16 @@ class Generation:
         self.driver = threading.get_ident()
         try:
             yield from self._drive()
+        except Exception:
+            self.meter.failed = True
+            raise
         finally:
             # Also when the consumer stopped listening: the verifier's place is given back.
             self._core.cancel()
             self._flush()
             self._draft.close()
-            self._agent.forget(self.session, self._core.sending.estimates)
+            self.meter.ended(self._agent.clock.now())
+            self._agent.forget(self, self._core.sending.estimates)
 
     def close(self) -> None:
         """Free everything of a generation that was never iterated over; idempotent."""
@@ -209,16 +234,19 @@ class Generation:
     # -- the driving thread ---------------------------------------------------------------------
 
     def _drive(self) -> Generator[Commit, None, None]:
-        core, clock = self._core, self._agent.clock
+        core, clock, meter = self._core, self._agent.clock, self.meter
         if core.state is State.OPENING:
             # The verifier's prefill shall run beside the draft's, not after it.
             self._wait(LINK_PATIENCE)
         while True:
             self._take_inbox()
-            core.handle_timer(clock.now())
+            now = clock.now()
+            core.handle_timer(now)
+            meter.look(now)
             self._flush()
             effect = core.next_effect()
             if isinstance(effect, Commit):
+                meter.committed(len(effect.tokens), clock.now())
                 yield effect
             elif isinstance(effect, Finished):
                 self.finish = effect.reason
