@@ -127,6 +127,10 @@ class VerifierRuntime:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def connected(self) -> bool:
+        return self._transport.connected
+
     def snapshot(self) -> Snapshot:
         """Counts and measures of this moment, for exporters; holds the lock for some 100 us."""
         transport = self._transport
@@ -323,6 +327,8 @@ class VerifierRuntime:
                 seat.plan.choices,
                 seat.plan.position,
                 seat.session.sampling,
+                seat.plan.parents,
+                seat.plan.path,
             )
             for seat in forward.seats
         ]

@@ -24,6 +24,7 @@ from broker.messages import (
     Verdict,
     VerifierMessage,
 )
+from cloud_verifier.core.branches import Branches, accepted_path, branches_of
 from cloud_verifier.core.stats import VerifierStats
 
 #: Unverified draft tokens that one session may have here.
@@ -47,9 +48,11 @@ MAX_UNHEARD = 64
 class Plan:
     """What a session puts into the next forward: ``tokens`` after ``keep`` cached ones.
 
-    ``judged``: how many of the last tokens are drafts; ``choices``: judged + 1, or 0 for a piece of
-    prefill. ``position``: that of the first choice. ``epoch``: of the drafts; ``arrived``: when the
-    batch came that ends with the last of them.
+    ``judged``: how many of the last tokens are drafts in a chain; ``choices``: one after each draft
+    and one before them, or 0 for a piece of prefill. ``position``: that of the first choice.
+    ``parents``: of a tree, whose drafts are the ``judged`` of the chain and the branches beside it.
+    ``path``: what became of the tree in this session's last work (both as in ``Work``). ``epoch``:
+    of the drafts; ``arrived``: when the batch came that ends with the last of the chain.
     """
 
     keep: int
@@ -57,8 +60,16 @@ class Plan:
     judged: int
     choices: int
     position: int
+    parents: tuple[int, ...] | None = None
+    path: tuple[int, ...] = ()
     epoch: int = field(default=0, compare=False)
     arrived: float | None = field(default=None, compare=False)
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The drafted tokens in it."""
+        count = self.judged if self.parents is None else len(self.parents)
+        return self.tokens[len(self.tokens) - count :]
 
 
 class VerifierSession:
@@ -85,12 +96,15 @@ class VerifierSession:
         self.cached = 0  # valid tokens of this session in its slot; 0 after an eviction
         self.last_seen = now
         self.waiting_since = now  # for the scheduler: oldest first
+        self._context = context
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._stats = stats
         self._epoch = 0
         self._dead = False  # this epoch contradicts what is committed
         self._pending: list[int] = []
+        self._branches = Branches(MAX_PENDING)
+        self._path: tuple[int, ...] = ()  # accepted nodes of the tree in the slot's last work
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=MAX_ARRIVALS)  # end, now
         # Asked for by the opening, which no epoch takes back: the token at this position.
         self._first_asked = len(self.committed) if opened.ask else -1
@@ -108,6 +122,11 @@ class VerifierSession:
     def length(self) -> int:
         """Prompt and committed tokens."""
         return len(self.prompt) + len(self.committed)
+
+    @property
+    def settled(self) -> int:
+        """Of ``cached`` those tokens that need no ``path`` to be found."""
+        return max(0, self.cached - len(self._path))
 
     @property
     def triggered(self) -> bool:
@@ -139,20 +158,27 @@ class VerifierSession:
             return None
         committed, prompt = self.committed, len(self.prompt)
         missing = self.length - self.cached
+        path = self._path if self.cached else ()
         if missing > budget or not self.wants_choice:
             # Prefill, in pieces; the last committed token waits for the forward that chooses.
             end = min(self.cached + budget, self.length - 1)
             if end <= self.cached:
                 return None
-            return Plan(self.cached, self._sequence(self.cached, end), 0, 0, len(committed))
+            tokens = self._sequence(self.cached, end)
+            return Plan(self.cached, tokens, 0, 0, len(committed), path=path)
         judged = min(len(self._pending), self.limit - len(committed) - 1, budget - missing)
         tokens = self._sequence(self.cached, prompt + len(committed))
+        room = min(budget - missing, self._context - self.length) - judged
+        depth = self.limit - len(committed) - 1
+        beside = self._branches.beside(judged, len(committed), depth, room)
         return Plan(
             self.cached,
-            (*tokens, *self._pending[:judged]),
+            (*tokens, *self._pending[:judged], *beside.tokens),
             judged,
-            judged + 1,
+            judged + len(beside.tokens) + 1,
             len(committed),
+            (*range(-1, judged - 1), *beside.parents) if beside.tokens else None,
+            path,
             self._epoch,
             self._arrival(len(committed) + judged),
         )
@@ -180,31 +206,32 @@ class VerifierSession:
     def prefilled(self, plan: Plan) -> None:
         """A piece of prefill is in the cache."""
         self.cached = plan.keep + len(plan.tokens)
+        self._path = ()
 
     def judge(self, plan: Plan, choices: Sequence[int], now: float, forward_ms: float) -> None:
         """The target's choices for ``plan``: commit the accepted drafts and one of its own.
 
-        The drafts are the last ``plan.judged`` of ``plan.tokens``: what arrived while the forward
-        ran, a newer epoch even, is compared afterwards.
+        What arrived while the forward ran, a newer epoch even, is compared afterwards.
         """
-        drafts = plan.tokens[len(plan.tokens) - plan.judged :]
-        accepted = 0
-        while accepted < plan.judged and drafts[accepted] == choices[accepted]:
-            accepted += 1
+        drafts = plan.drafts
+        path = accepted_path(drafts, plan.parents, choices)
         start = len(self.committed)
         fresh: list[int] = []
-        for token in choices[: accepted + 1]:
+        for node in (-1, *path):
+            token = choices[node + 1]
             fresh.append(token)
             if token in self._eos_ids:
                 self.finish = FINISH_STOP
                 break
         if self.finish is None and start + len(fresh) >= self.limit:
             self.finish = FINISH_LENGTH
-        accepted = min(accepted, len(fresh))
-        judged = min(plan.judged, len(fresh)) if self.finish else plan.judged
+        accepted = min(len(path), len(fresh))
+        judged = max(plan.judged, accepted)  # a branch may be longer than the chain
+        judged = min(judged, len(fresh)) if self.finish else judged
         self.committed.extend(fresh)
         # The target's own token is not in the cache yet; rejected drafts are forgotten.
-        self.cached = plan.keep + len(plan.tokens) - plan.judged + accepted
+        self.cached = plan.keep + len(plan.tokens) - len(drafts) + accepted
+        self._path = () if plan.parents is None else tuple(path[:accepted])
         # With a newer epoch meanwhile the edge could take another batch for the one it was.
         known = plan.arrived is not None and plan.epoch == self._epoch
         hold = now - plan.arrived if plan.arrived is not None and known else 0.0
@@ -235,6 +262,7 @@ class VerifierSession:
         overlap = min(len(pending), len(fresh))
         if pending[:overlap] == list(fresh[:overlap]):
             del pending[:overlap]
+            self._branches.pass_by(len(self.committed))
         else:
             self._kill_epoch()
 
@@ -260,7 +288,7 @@ class VerifierSession:
             self._stats.stale_drafts += 1
             return
         tokens = batch.trunk()
-        if tokens and max(tokens) >= self._vocab_size:
+        if batch.tokens and max(batch.tokens) >= self._vocab_size:
             self._stats.rejected["token_out_of_range"] += 1
             self._outbox.append(Closed(self.attach, CLOSED_TOKEN))
             return
@@ -272,6 +300,8 @@ class VerifierSession:
             return
         if not self._append(batch.base, tokens):
             return
+        if batch.parents is not None:
+            self._add_branches(batch)
         asked = batch.base + len(tokens)
         self._arrivals.append((asked, now))
         self._heard_to = max(self._heard_to, min(asked, len(self.committed) + len(self._pending)))
@@ -309,6 +339,17 @@ class VerifierSession:
         self._stats.drafts += len(fresh)
         return True
 
+    def _add_branches(self, batch: DraftBatch) -> None:
+        """What a tree holds beside its chain, as far as the chain reaches here."""
+        committed = len(self.committed)
+        for branch in branches_of(batch):
+            if not committed <= branch.fork <= committed + len(self._pending):
+                self._stats.lost_branches += 1
+            elif self._branches.add(branch):
+                self._stats.drafts += len(branch.tokens)
+            else:
+                self._stats.lost_branches += 1
+
     def receive_resync(self, message: Resync, now: float) -> None:
         """The edge has every verdict up to ``have``: repeat the rest, or say where we stand."""
         self.last_seen = now
@@ -338,6 +379,7 @@ class VerifierSession:
 
     def _drop_pending(self) -> None:
         self._pending.clear()
+        self._branches.clear()
         self._arrivals.clear()
         self._verify_to = self._first_asked
 

@@ -31,6 +31,7 @@ class VerifierStats:
     stale_drafts: int = 0
     dead_epochs: int = 0
     late_triggers: int = 0
+    lost_branches: int = 0  # of trees: repeated, behind what is committed, or too many tokens
     stale_attach: int = 0
     unknown_sessions: int = 0
     expired: int = 0

@@ -183,7 +183,7 @@ class VerifierCore:
         if old is not None:
             # The edge attached again: what the cache holds of the same text is still right, up to
             # where a forward that runs now may be writing.
-            session.cached = min(old.cached, session.common_prefix(old), session.length - 1)
+            session.cached = min(old.settled, session.common_prefix(old), session.length - 1)
             for seat in self._running.seats if self._running else ():
                 if seat.session is old:
                     session.cached = min(session.cached, seat.plan.keep)

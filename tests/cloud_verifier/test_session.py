@@ -490,10 +490,122 @@ def test_pending_drafts_are_bounded() -> None:
     assert held._stats.gaps >= 1  # what follows a cut batch does not fit
 
 
-def test_a_tree_counts_by_its_trunk() -> None:
+# -- trees --------------------------------------------------------------------------------------
+
+#: 1 - 2 - 8 with 7 - 9 beside the 1, and 3 beside the 2.
+BUSHY = DraftBatch(1, 1, 0, (1, 7, 2, 8, 9, 3), (-1, -1, 0, 2, 1, 0), True)
+
+
+def test_a_tree_is_judged_whole() -> None:
     held = session()
-    held.receive_draft(DraftBatch(1, 1, 0, (1, 7, 2, 8), (-1, -1, 0, 2), True), 1.0)
-    assert held.plan(99).tokens == (*PROMPT, 1, 2, 8)
+    held.receive_draft(BUSHY, 1.0)
+    plan = held.plan(99)
+    assert plan is not None
+    assert plan.tokens == (*PROMPT, 1, 2, 8, 7, 9, 3)
+    assert plan.parents == (-1, 0, 1, -1, 3, 0)
+    assert (plan.judged, plan.choices, plan.position) == (3, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("choices", "tokens", "accepted", "cached", "path"),
+    [
+        ((1, 2, 8, 40, 0, 0, 0), (1, 2, 8, 40), 3, 6, (0, 1, 2)),  # along the chain
+        ((7, 0, 0, 0, 9, 41, 0), (7, 9, 41), 2, 5, (3, 4)),  # a branch from the root
+        ((1, 3, 0, 0, 0, 0, 42), (1, 3, 42), 2, 5, (0, 5)),  # a branch of the chain's first
+        ((5, 0, 0, 0, 0, 0, 0), (5,), 0, 3, ()),  # none of them
+        ((7, 0, 0, 0, EOS, 9, 0), (7, EOS), 1, 4, (3,)),  # the end behind a branch
+    ],
+)
+def test_the_verdict_goes_along_any_branch(choices, tokens, accepted, cached, path) -> None:
+    held = session()
+    held.receive_draft(BUSHY, 1.0)
+    verdict = judge(held, *choices)
+    assert verdict.tokens == tokens
+    assert (verdict.accepted, held.cached, held.committed) == (accepted, cached, list(tokens))
+    assert verdict.judged == (2 if EOS in tokens else 3)
+    assert held.settled == cached - len(path)
+    if held.finish is None:
+        draft(held, len(tokens), verify=True, epoch=2)
+        plan = held.plan(99)
+        assert plan is not None
+        assert (plan.keep, plan.path, plan.tokens) == (cached, path, tokens[-1:])
+
+
+def test_an_evicted_tree_leaves_no_path() -> None:
+    held = session()
+    held.receive_draft(BUSHY, 1.0)
+    judge(held, 1, 2, 8, 40, 0, 0, 0)
+    held.cached = 0
+    draft(held, 4, verify=True)
+    plan = held.plan(99)
+    assert plan is not None
+    assert (plan.keep, plan.path, plan.tokens) == (0, (), (*PROMPT, 1, 2, 8, 40))
+
+
+def test_branches_stay_with_the_chain_that_stays() -> None:
+    held = session()
+    held.receive_draft(BUSHY, 1.0)
+    plan = held.plan(99)
+    assert plan is not None
+    # What comes while the forward runs: more of the chain, and a branch beside it.
+    held.receive_draft(DraftBatch(1, 1, 3, (4, 5, 6), (-1, -1, 0), True), 1.5)
+    held.judge(plan, (1, 2, 8, 4, 0, 0, 0), 2.0, 10.0)
+    later = held.plan(99)
+    assert later is not None
+    assert (later.tokens, later.parents, later.path) == ((4, 6), None, (0, 1, 2))
+    held.receive_draft(DraftBatch(1, 1, 4, (6, 9), (-1, -1)), 2.5)
+    later = held.plan(99)
+    assert later is not None
+    assert (later.tokens, later.parents) == ((4, 6, 9), (-1, -1))
+
+
+def test_a_tree_repeated_is_taken_once() -> None:
+    held = session()
+    held.receive_draft(BUSHY, 1.0)
+    held.receive_draft(BUSHY, 1.1)
+    plan = held.plan(99)
+    assert plan is not None
+    assert plan.tokens == (*PROMPT, 1, 2, 8, 7, 9, 3)
+    assert held._stats.drafts == 6
+    assert held._stats.lost_branches == 2
+
+
+def test_branches_fit_into_budget_and_context() -> None:
+    held = session(max_tokens=50, context=len(PROMPT) + 5)
+    held.receive_draft(BUSHY, 1.0)
+    plan = held.plan(99)  # five places: three for the chain, two beside it
+    assert plan is not None
+    assert plan.tokens == (*PROMPT, 1, 2, 8, 7, 9)
+    plan = held.plan(len(PROMPT) + 4)
+    assert plan is not None
+    assert plan.tokens == (*PROMPT, 1, 2, 8, 7)
+    plan = session_of(BUSHY, max_tokens=2).plan(99)
+    assert plan is not None
+    assert plan.tokens == (*PROMPT, 1, 7)  # what is deeper lies behind the end
+
+
+def session_of(batch: DraftBatch, **changes: int) -> VerifierSession:
+    held = session(**changes)
+    held.receive_draft(batch, 1.0)
+    return held
+
+
+def test_the_tokens_of_all_branches_are_bounded() -> None:
+    held = session(max_tokens=5000, context=9000)
+    for number in range(5):
+        wide = (1, *range(10, 10 + 80), *range(10, 10 + 80), *range(10, 10 + 80))
+        batch = DraftBatch(1, 1, 0, wide, tuple(-1 for _ in wide), number == 0)
+        held.receive_draft(batch, 1.0)
+    assert len(held._branches) <= MAX_PENDING
+    held.receive_draft(DraftBatch(1, 1, 1, tuple([1] * 500), tuple([-1] * 500)), 1.0)
+    held.receive_draft(DraftBatch(1, 1, 1, tuple([1] * 900), tuple([-1] * 900)), 1.0)
+    assert len(held._branches) <= MAX_PENDING
+    assert held._stats.lost_branches > 0
+
+
+def test_a_token_of_a_branch_beyond_the_vocabulary_is_refused() -> None:
+    held = session_of(DraftBatch(1, 1, 0, (1, VOCAB), (-1, -1), True))
+    assert held.take_messages() == [Closed(1, CLOSED_TOKEN)]
 
 
 # -- resync -------------------------------------------------------------------------------------

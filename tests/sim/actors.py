@@ -7,13 +7,13 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from broker.codec import decode
 from broker.errors import ModelError, RemoteProtocolError
 from broker.memory import InMemoryTransport
-from broker.messages import FINISH_LENGTH, FINISH_STOP, VerifierStatus
+from broker.messages import FINISH_LENGTH, FINISH_STOP, DraftBatch, VerifierStatus
 from broker.topics import (
     OPEN_SHARED,
     VERIFIER_STATUS_ALL,
@@ -32,6 +32,7 @@ from edge_agent.core.policies import Policy
 from edge_agent.core.session import EdgeSession, State
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import Thresholds
+from edge_agent.core.uplink import Outgoing
 from edge_agent.scripted_draft import Oracle
 from edge_agent.wire import arrival, publication
 from tests.sim.engine import EOS, VOCAB, ScriptedEngine, reference
@@ -127,16 +128,26 @@ class SimVerifier:
         batch = []
         for session, slot, plan in ((seat.session, seat.slot, seat.plan) for seat in forward.seats):
             text = [*session.prompt, *session.committed]
-            held = self.engine.slots[slot][: plan.keep]
+            held = self.engine.held(slot, plan.path)[: plan.keep]
             assert held == text[: plan.keep], "the slot holds another text than its session"
             batch.append(
-                Work(slot, plan.keep, plan.tokens, plan.choices, plan.position, session.sampling)
+                Work(
+                    slot,
+                    plan.keep,
+                    plan.tokens,
+                    plan.choices,
+                    plan.position,
+                    session.sampling,
+                    plan.parents,
+                    plan.path,
+                )
             )
         if self.fail_forwards:
             # The port's contract: at most ``keep`` tokens are left of each slot.
             self.fail_forwards -= 1
             for work in batch:
                 del self.engine.slots[work.slot][work.keep // 2 :]
+                self.engine.drafted.pop(work.slot, None)
             raise ModelError("told to fail")
         return self.engine.forward(batch)
 
@@ -151,6 +162,7 @@ class SimEdge:
     thresholds: Thresholds
     timing: Timing
     policy: Policy | None = None
+    bushy: float = 0.0  # chance that a batch goes out as a tree around its chain
     session: EdgeSession = field(init=False)
     transport: InMemoryTransport = field(init=False)
     expected: list[int] = field(init=False)  # what the target alone writes
@@ -204,6 +216,7 @@ class SimEdge:
         now = self.world.clock.now()
         while True:
             for outgoing in self.session.messages_to_send(now):
+                outgoing = self._with_branches(outgoing)
                 topic, payload, qos = publication(self.device, "s", outgoing)
                 self.transport.publish(topic, payload, qos=qos)
             effect = self.session.next_effect()
@@ -217,6 +230,30 @@ class SimEdge:
                     self._check_cache(effect)
                     self.drafting = (effect, now + self.draft_time)
                 return
+
+    def _with_branches(self, outgoing: Outgoing) -> Outgoing:
+        """What an edge would send that drafts trees; each other one has a branch that is right."""
+        batch, random = outgoing.message, self.world.random
+        if not self.bushy or not isinstance(batch, DraftBatch) or not batch.tokens:
+            return outgoing
+        if random.random() >= self.bushy:
+            return outgoing
+        tokens, parents = [], []
+        place = -1  # of the chain's last token
+        for index, token in enumerate(batch.tokens):
+            tokens.append(token)
+            parents.append(place)
+            before, place = place, len(tokens) - 1
+            if random.random() < 0.4:
+                wanted = self.expected[batch.base + index : batch.base + index + 3]
+                if random.random() < 0.5:
+                    wanted = [random.randrange(1, VOCAB) for _ in range(random.randrange(1, 4))]
+                for each in wanted:
+                    parents.append(before)
+                    before = len(tokens)
+                    tokens.append(each)
+        bushy = replace(batch, tokens=tuple(tokens), parents=tuple(parents))
+        return outgoing._replace(message=bushy)
 
     def _commit(self, effect: Commit) -> None:
         start, end = effect.start, effect.start + len(effect.tokens)
@@ -274,6 +311,6 @@ class SimEdge:
         stats = self.session.stats
         assert stats.accepted + stats.target_tokens == len(self.text)
         assert stats.accepted <= stats.judged
-        assert stats.accepted <= stats.drafted
+        assert stats.accepted <= stats.drafted or self.bushy  # branches are not the session's
         assert stats.local_tokens == 0
         assert stats.contradictions == stats.out_of_range == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cloud_verifier.engine.target import Work
+from cloud_verifier.engine.trees import choice_positions, lineage, trunk
 from edge_agent.scripted_draft import Chooser
 
 VOCAB = 64
@@ -45,21 +46,32 @@ class ScriptedEngine:
     def __init__(self, slots: int, chooser: Chooser) -> None:
         self.slots: list[list[int]] = [[] for _ in range(slots)]
         self.chooser = chooser
+        self.drafted: dict[int, tuple[int, ...]] = {}  # of a slot whose last work fed a tree
+
+    def held(self, slot: int, path: Sequence[int]) -> list[int]:
+        """What a slot holds when ``path`` is what became of its last tree."""
+        return [*self.slots[slot], *(self.drafted[slot][node] for node in path)]
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         results = []
         assert len({work.slot for work in batch}) == len(batch), "two sessions in one slot"
         for work in batch:
-            slot = self.slots[work.slot]
+            self.slots[work.slot] = slot = self.held(work.slot, work.path)
+            self.drafted.pop(work.slot, None)
             assert 0 <= work.keep <= len(slot), "the core believes in a cache that is not there"
             assert work.tokens, "a seat without tokens"
             del slot[work.keep :]
             first = len(work.tokens) - work.choices
             chosen = []
-            for index, token in enumerate(work.tokens):
+            positions = iter(choice_positions(work))
+            for index, token in enumerate(work.tokens[: trunk(work)]):
                 slot.append(token)
                 if index >= first:
-                    position = work.position + index - first
-                    chosen.append(self.chooser(slot, position, work.sampling))
+                    chosen.append(self.chooser(slot, next(positions), work.sampling))
+            if work.parents is not None:
+                self.drafted[work.slot] = drafted = work.tokens[trunk(work) :]
+                for node in range(len(drafted)):
+                    branch = [drafted[each] for each in lineage(work.parents, node)]
+                    chosen.append(self.chooser([*slot, *branch], next(positions), work.sampling))
             results.append(chosen)
         return results

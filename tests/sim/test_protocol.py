@@ -91,6 +91,7 @@ edges = st.fixed_dictionaries(
         "verify": st.sampled_from(VERIFY_CHOICES),
         "ask_first": st.booleans(),
         "context": st.sampled_from([4096, 4096, 4096, 20]),
+        "bushy": st.sampled_from([0.0, 0.0, 0.5, 1.0]),
         "policy": st.sampled_from([None, None, None, *JUDGING]).map(lambda make: make and make()),
     }
 )

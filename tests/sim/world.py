@@ -95,6 +95,7 @@ class World:
         timing: Timing | None = None,
         sampling: Sampling | None = None,
         policy: Policy | None = None,
+        bushy: float = 0.0,
         **config: object,
     ) -> SimEdge:
         """``quality``: share of drafted tokens that are right, unless there is a ``draft``."""
@@ -127,6 +128,7 @@ class World:
             thresholds or Thresholds(),
             timing or Timing(),
             policy,
+            bushy,
         )
         self.edges.append(edge)
         edge.work()
