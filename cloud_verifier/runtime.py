@@ -66,6 +66,23 @@ def config_for(target: Target, verifier: str, **overrides: object) -> VerifierCo
     return VerifierConfig(**facts)  # type: ignore[arg-type]
 
 
+def works_of(forward: Forward) -> list[Work]:
+    """What the engine is to run for ``forward``, in its order."""
+    return [
+        Work(
+            seat.slot,
+            seat.plan.keep,
+            seat.plan.tokens,
+            seat.plan.choices,
+            seat.plan.position,
+            seat.session.sampling,
+            seat.plan.parents,
+            seat.plan.path,
+        )
+        for seat in forward.seats
+    ]
+
+
 class VerifierRuntime:
     """One replica. ``on_event`` hears of connection changes (from the transport's thread).
 
@@ -319,19 +336,7 @@ class VerifierRuntime:
         return None
 
     def _run(self, forward: Forward) -> None:
-        batch = [
-            Work(
-                seat.slot,
-                seat.plan.keep,
-                seat.plan.tokens,
-                seat.plan.choices,
-                seat.plan.position,
-                seat.session.sampling,
-                seat.plan.parents,
-                seat.plan.path,
-            )
-            for seat in forward.seats
-        ]
+        batch = works_of(forward)
         begin = self._clock.now()
         try:
             choices = self._target.forward(batch)

@@ -23,8 +23,7 @@ from broker.topics import (
 )
 from broker.transport import ConnectionEvent, ConnectionState, Message
 from cloud_verifier.core.verifier import Forward, VerifierConfig, VerifierCore
-from cloud_verifier.engine.target import Work
-from cloud_verifier.runtime import online_status, status_will
+from cloud_verifier.runtime import online_status, status_will, works_of
 from cloud_verifier.wire import feed, publications
 from edge_agent.core.config import SessionConfig
 from edge_agent.core.effects import SOURCE_LOCAL, Commit, DraftNext, Finished
@@ -125,23 +124,11 @@ class SimVerifier:
         self.work()
 
     def _run(self, forward: Forward) -> list[list[int]]:
-        batch = []
-        for session, slot, plan in ((seat.session, seat.slot, seat.plan) for seat in forward.seats):
-            text = [*session.prompt, *session.committed]
-            held = self.engine.held(slot, plan.path)[: plan.keep]
-            assert held == text[: plan.keep], "the slot holds another text than its session"
-            batch.append(
-                Work(
-                    slot,
-                    plan.keep,
-                    plan.tokens,
-                    plan.choices,
-                    plan.position,
-                    session.sampling,
-                    plan.parents,
-                    plan.path,
-                )
-            )
+        for seat in forward.seats:
+            text = [*seat.session.prompt, *seat.session.committed]
+            held = self.engine.held(seat.slot, seat.plan.path)[: seat.plan.keep]
+            assert held == text[: seat.plan.keep], "the slot holds another text than its session"
+        batch = works_of(forward)
         if self.fail_forwards:
             # The port's contract: at most ``keep`` tokens are left of each slot.
             self.fail_forwards -= 1
