@@ -30,6 +30,7 @@ from broker.pairs import PAIRS
 from broker.settings import Parser, add_config_flag, parse
 from broker.topics import check_id
 from cloud_verifier import reference
+from cloud_verifier.metrics_flags import add_metrics_flags, open_metrics
 from cloud_verifier.serving import serve_with
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="emulation, for measurements: each forward takes at least MS milliseconds (0: off)",
     )
+    add_metrics_flags(serve)
     _add_common(serve)
 
     generate = commands.add_parser(
@@ -270,14 +272,17 @@ def _serve(args: argparse.Namespace) -> int:
     ranks = _ranks(args)
     if args.until_eof and (ranks is None or ranks.first):
         _end_at_eof()
-    if ranks is None:
-        with contextlib.closing(load_target(args, find_target(args))) as target:
-            return serve_with(args, target)
-    with contextlib.closing(_load_part(args, ranks)) as part:
-        if ranks.first:
-            return serve_with(args, part, lambda: part.lost)
-        part.follow()
-        return 0
+    if ranks is not None and not ranks.first:
+        with contextlib.closing(_load_part(args, ranks)) as part:
+            part.follow()
+            return 0
+    on_gpu = args.engine == "torch" and args.device.startswith("cuda")
+    with open_metrics(args, gpu=on_gpu) as metrics:  # a taken port, before a minute of loading
+        if ranks is None:
+            with contextlib.closing(load_target(args, find_target(args))) as target:
+                return serve_with(args, target, metrics=metrics)
+        with contextlib.closing(_load_part(args, ranks)) as part:
+            return serve_with(args, part, lambda: part.lost, metrics)
 
 
 def _end_at_eof() -> None:

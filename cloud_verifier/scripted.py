@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from broker import load_text
 from broker.command import Stopped, raise_on_signals, run, set_up_logging
@@ -28,7 +28,11 @@ from broker.transport import ConnectionEvent, ConnectionState
 from cloud_verifier.engine.scripted_target import ScriptedTarget
 from cloud_verifier.engine.slow_target import SlowTarget, check_floor
 from cloud_verifier.engine.target import Target
+from cloud_verifier.metrics_flags import add_metrics_flags, build_labels, open_metrics
 from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
+
+if TYPE_CHECKING:
+    from cloud_verifier.metrics import VerifierMetrics
 
 PROGRAM = "scripted-verifier"
 #: How the line of counters begins.
@@ -61,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--until-eof", action="store_true", help="end when standard input does, sessions closed"
     )
+    add_metrics_flags(parser)
     add_config_flag(parser)
     parser.add_argument("--verbose", action="store_true", help="debug messages and traces")
     return parser
@@ -99,6 +104,11 @@ def counters(runtime: VerifierRuntime) -> dict[str, Any]:
 
 def serve(args: argparse.Namespace) -> int:
     """Until stopped. Raises ConfigError or TransportError."""
+    with open_metrics(args) as metrics:
+        return _serve(args, metrics)
+
+
+def _serve(args: argparse.Namespace, metrics: VerifierMetrics | None) -> int:
     from broker.mqtt import MqttTransport
 
     verifier = check_id("--id", args.id)
@@ -122,6 +132,8 @@ def serve(args: argparse.Namespace) -> int:
             over.set()
 
     runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
+    if metrics is not None:
+        metrics.watch(runtime, build_labels(verifier, target.name, "scripted", "none"))
     ended = threading.Event()
     if args.until_eof:
         _end_at_eof(ended, lambda: _say(counters(runtime)))

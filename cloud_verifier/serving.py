@@ -14,19 +14,25 @@ from broker.transport import ConnectionEvent, ConnectionState
 
 if TYPE_CHECKING:
     from cloud_verifier.engine.target import Target
+    from cloud_verifier.metrics import VerifierMetrics
 
 
 def serve_with(
-    args: argparse.Namespace, target: Target, lost: Callable[[], str | None] = lambda: None
+    args: argparse.Namespace,
+    target: Target,
+    lost: Callable[[], str | None] = lambda: None,
+    metrics: VerifierMetrics | None = None,
 ) -> int:
     """Serve with ``target`` until stopped by a signal; returns the exit code.
 
     ``args``: of ``cloud-verifier serve``, checked. ``lost()``: why the engine ended by itself,
-    where the target knows. The target is left open. Raises ConfigError, ModelError when the engine
-    ended, TransportError when the broker lets nobody in.
+    where the target knows. ``metrics`` show this replica from then on. The target is left open.
+    Raises ConfigError, ModelError when the engine ended, TransportError when the broker lets nobody
+    in.
     """
     from broker.mqtt import MqttTransport
     from cloud_verifier.engine.slow_target import SlowTarget
+    from cloud_verifier.metrics_flags import build_labels
     from cloud_verifier.runtime import VerifierRuntime, config_for, online_status, status_will
 
     verifier = args.id
@@ -51,6 +57,8 @@ def serve_with(
             )
 
     runtime = VerifierRuntime(MqttTransport(settings), target, config, on_event=on_event)
+    if metrics is not None:
+        metrics.watch(runtime, build_labels(verifier, target.name, args.engine, args.dtype))
     runtime.start()
     try:
         while not over.wait(1.0):

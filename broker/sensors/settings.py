@@ -10,7 +10,7 @@ from broker.errors import ConfigError
 MAX_CORE_WATTS = 1_000.0
 
 
-def add_watts_flag(parser: argparse.ArgumentParser) -> None:
+def add_watts_flag(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--watts",
         type=float,
