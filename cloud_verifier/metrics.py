@@ -102,6 +102,7 @@ STATS: Mapping[str, Name] = {
     "stale_drafts": Name("stale_drafts", "Batches of drafts that came too late to count."),
     "dead_epochs": Name("dead_epochs", "Runs of drafts that contradicted what was committed."),
     "late_triggers": Name("late_triggers", "Requests for a verdict that was given before."),
+    "lost_branches": Name("lost_branches", "Branches of draft trees that could not be used."),
     "stale_attach": Name("stale_attachments", "Messages of an earlier attachment of a session."),
     "unknown_sessions": Name("unknown_session_messages", "Messages of sessions not held here."),
     "rejected": Name("rejected_messages", "Input that was dropped because it was wrong.", "cause"),

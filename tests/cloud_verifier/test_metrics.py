@@ -338,6 +338,19 @@ def test_the_promql_of_the_docstring(served: Served, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_documentation_names_every_series(served: Served) -> None:
+    """But those of fields that came later, which appear by themselves."""
+    root = served.sampler.sampler._root
+    boards.raspberry_pi_5(root)
+    assert wait_until(lambda: served.value("undervoltage") is not None)
+    text = (Path(inspect.getfile(cli)).parent.parent / "docs/metrics.md").read_text()
+    section = text[text.index("## A verifier") : text.index("## Sensors and energy")]
+    named = set(re.findall(r"`(\w+)`", section))
+    later = {f"{field.name}_total" for field in fields(VerifierStats) if field.name not in STATS}
+    for name in {name.removeprefix(PREFIX) for name, _ in served.samples()} - later:
+        assert named & {name, re.sub(r"_(bucket|sum|count)$", "", name)}, name
+
+
 def test_sensors_that_are_not_there_have_no_series(tmp_path: Path) -> None:
     made = Served(tmp_path)
     try:
