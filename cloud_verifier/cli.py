@@ -30,6 +30,7 @@ from broker.pairs import PAIRS
 from broker.settings import Parser, add_config_flag, parse
 from broker.topics import check_id
 from cloud_verifier import reference
+from cloud_verifier.exporter import command as exporter
 from cloud_verifier.metrics_flags import add_metrics_flags, open_metrics
 from cloud_verifier.serving import serve_with
 
@@ -106,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_target_flags(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
     _add_common(generate)
+    exporter.add_exporter_parser(commands)
     return parser
 
 
@@ -401,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(build_parser(), argv, program=PROGRAM)
         set_up_logging(args.verbose)
         raise_on_signals()
-        return {"serve": serve, "generate": generate}[args.command](args)
+        return {"serve": serve, "generate": generate, "exporter": exporter.run}[args.command](args)
 
     return run(work, PROGRAM)
 

@@ -42,6 +42,9 @@ PURE = (
     "broker/telemetry.py",
     "broker/topics.py",
     "cloud_verifier/core/*.py",
+    "cloud_verifier/exporter/device.py",
+    "cloud_verifier/exporter/report.py",
+    "cloud_verifier/exporter/table.py",
     "edge_agent/core/*.py",
 )
 IMPURE = {

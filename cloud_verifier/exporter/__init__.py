@@ -1,0 +1,1 @@
+"""The fleet's exporter: telemetry from MQTT in, series for Prometheus out."""
