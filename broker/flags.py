@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from broker.errors import ConfigError
 from broker.messages import MAX_POSITION
 from broker.mqtt_settings import MqttSettings, TlsSettings
 from broker.sampling import Sampling
+from broker.topics import check_id
 from broker.transport import Will
 
 MAX_MESSAGES = 1_000
@@ -132,6 +135,21 @@ def add_broker_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keepalive", type=int, default=15, metavar="S", help="MQTT keep-alive in seconds (15)"
     )
+
+
+#: Stands for the name of the host; no id can look like it.
+HOSTNAME = "@hostname"
+
+
+def own_id(flag: str, value: str) -> str:
+    """``value`` as an id, or, where it is HOSTNAME, what this host is called.
+
+    So replicas that are started from one description (a scaled container) have ids of their own.
+    What cannot stand in a topic becomes ``-``. Raises ConfigError.
+    """
+    if value == HOSTNAME:
+        value = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64]
+    return check_id(flag, value)
 
 
 def broker_settings(args: argparse.Namespace, client_id: str, will: Will | None) -> MqttSettings:

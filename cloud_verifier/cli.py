@@ -23,12 +23,12 @@ from broker.flags import (
     add_sampling_flags,
     broker_settings,
     check_prompt,
+    own_id,
     read_messages,
     sampling_from,
 )
 from broker.pairs import PAIRS
 from broker.settings import Parser, add_config_flag, parse
-from broker.topics import check_id
 from cloud_verifier import reference
 from cloud_verifier.exporter import command as exporter
 from cloud_verifier.metrics_flags import add_metrics_flags, open_metrics
@@ -69,7 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_broker_flags(serve)
     _add_target_flags(serve)
     serve.add_argument(
-        "--id", default="verifier-1", metavar="ID", help="this replica's id (verifier-1)"
+        "--id",
+        default="verifier-1",
+        metavar="ID",
+        help="this replica's id (verifier-1); @hostname: what this host is called",
     )
     serve.add_argument(
         "--max-sessions", type=int, default=256, metavar="N", help="sessions held at a time (256)"
@@ -266,7 +269,7 @@ def serve(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from cloud_verifier.engine.slow_target import check_floor
 
-    check_id("--id", args.id)
+    args.id = own_id("--id", args.id)
     if args.max_sessions < 1 or not args.idle_ttl > 0:
         raise ConfigError("--max-sessions is at least 1 and --idle-ttl above 0 seconds")
     check_floor(args.forward_floor_ms / 1000.0)
