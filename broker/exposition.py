@@ -2,7 +2,7 @@
 
 ``render`` gives text of the exposition format 0.0.4 (prometheus.io, Exposition formats), cut up by
 family, so that an exporter can keep it per device and put thousands of devices together by joining
-texts. ``families`` gives the same as objects of prometheus_client, for a registry.
+texts.
 
 What a broken sender might send is left out here and counted by cause: a series that is absent can
 be seen, one that is wrong spoils every rate over it.
@@ -11,15 +11,12 @@ be seen, one that is wrong spoils every rate over it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from broker.figures import BUCKETS, BY_NAME, BY_NUMBER, COUNTER, FIGURES, GAUGE, MAX_VALUE
+from broker.figures import BUCKETS, BY_NAME, BY_NUMBER, FIGURES, GAUGE, MAX_VALUE
 from broker.telemetry import Histogram, Telemetry
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric
 
 PREFIX = "pipesd_device_"
 HISTOGRAM = "histogram"
@@ -155,36 +152,3 @@ def join(devices: Iterable[Sequence[str]]) -> str:
         if body:
             parts += (header, body)
     return "".join(parts)
-
-
-def families(device: str, telemetry: Telemetry) -> Iterator[Metric]:
-    """The same series for a registry of prometheus_client; needs that package."""
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
-
-    good, _ = clean(telemetry.figures)
-    for figure in FIGURES:
-        if figure.number in good:
-            kind = CounterMetricFamily if figure.kind == COUNTER else GaugeMetricFamily
-            name = _NAMES[figure.number]
-            metric = kind(name, figure.help, labels=["device"])
-            metric.add_metric([device], good[figure.number])
-            yield metric
-    for family, histogram in ((TTFT, telemetry.ttft), (TPT, telemetry.tpt)):
-        if histogram.counts:
-            buckets = [
-                (le, float(n)) for le, n in zip(_LE, accumulate(histogram.counts), strict=True)
-            ]
-            whole = HistogramMetricFamily(family.name, family.help, labels=["device"])
-            whole.add_metric([device], buckets, histogram.total)
-            yield whole
-    labels = {"device": device} | {
-        k: "".join(c if c.isprintable() or c == "\n" else "?" for c in v)
-        for k, v in info_labels(telemetry).items()
-    }
-    info = GaugeMetricFamily(INFO.name, INFO.help, labels=list(labels))
-    info.add_metric(list(labels.values()), 1.0)
-    yield info

@@ -16,7 +16,6 @@ from broker.flags import (
     add_broker_flags,
     add_prompt_flags,
     add_sampling_flags,
-    broker_settings,
     check_prompt,
     read_messages,
     sampling_from,
@@ -24,7 +23,6 @@ from broker.flags import (
 from broker.messages import VERIFY_STREAM
 from broker.pairs import PAIRS, SOURCE_QUANT
 from broker.settings import Parser, add_config_flag, parse
-from broker.topics import check_device_id
 from edge_agent.core.config import (
     DEFAULT_MAX_AHEAD,
     DEFAULT_MIN_SURVIVAL,
@@ -37,11 +35,12 @@ from edge_agent.core.config import (
 from edge_agent.core.policies import POLICIES, find_policy
 from edge_agent.core.timing import Timing
 from edge_agent.core.trigger import DEFAULT_R1, DEFAULT_R2, Thresholds
+from edge_agent.device_config import DEFAULT_POLICY, TUNABLES
+from edge_agent.device_flags import add_device_flags, add_work_flags
 from edge_agent.draft import TextModel
 from edge_agent.text import StopMatcher
 
 if TYPE_CHECKING:
-    from broker.transport import Transport
     from edge_agent.generation import Request
     from edge_agent.llama_draft import LlamaDraftModel
     from edge_agent.llama_text import LlamaText
@@ -82,12 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_session_flags(demo)
     _add_common(demo)
 
-    generate = commands.add_parser("generate", help="one generation against a running cloud")
+    generate = commands.add_parser("generate", help="write against a running cloud")
     add_broker_flags(generate)
     generate.add_argument(
         "--device-id", metavar="ID", default=None, help="this device's id (from the host name)"
     )
     add_prompt_flags(generate)
+    add_work_flags(generate)
     add_sampling_flags(generate)
     _add_draft_flags(generate)
     _add_session_flags(generate)
@@ -105,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds of silence after which the cloud counts as out of reach (30)",
     )
+    add_device_flags(generate)
     _add_common(generate)
 
     bench = commands.add_parser(
@@ -148,7 +149,7 @@ def _add_session_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--policy",
         choices=tuple(POLICIES),
-        default="pipesd",
+        default=None,
         help="when to ask and to draft on: pipesd (default), vanilla, hsl or edgellm; cloud: the "
         "target alone, streamed; local: the draft alone, nothing leaves the device",
     )
@@ -254,7 +255,7 @@ def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
     timeout = getattr(args, "timeout", 30.0)
     if not 0.0 < timeout <= 86_400.0:
         raise ConfigError(f"--timeout {timeout} is outside 0 to 86400 seconds")
-    policy = find_policy(args.policy)
+    policy = find_policy(args.policy or DEFAULT_POLICY)
     if policy.verify is not None and args.verify not in (DEFAULT_VERIFY, policy.verify):
         raise ConfigError(f"--verify {args.verify} with --policy {policy.name}: leave it out")
     own = policy.thresholds
@@ -274,45 +275,14 @@ def request_from(args: argparse.Namespace, prompt: tuple[int, ...]) -> Request:
         min_survival=args.min_survival,
         verify=args.verify,
         local=getattr(args, "local", LOCAL_FORBID),
+        tunable=frozenset(name for name in TUNABLES if getattr(args, name) is None),
     )
 
 
 def generate(args: argparse.Namespace) -> int:
-    from broker.mqtt import MqttTransport
-    from edge_agent.output import Show
-    from edge_agent.runtime import Agent, device_will
-    from edge_agent.unconnected import UnconnectedTransport
+    from edge_agent.generate_command import run_generate
 
-    local_only = args.policy == "local"
-    device = check_device_id(default_device_id() if args.device_id is None else args.device_id)
-    request_from(args, (0,))  # everything that is wrong with the flags, before loading a model
-    check_draft_flags(args)
-    check_prompt(args)
-    if not local_only:
-        broker_settings(args, f"device-{device}", None)
-    show = Show(json_only=args.json)
-    draft = load_draft(args, show.note)
-    try:
-        request = request_from(args, encode_prompt(args, draft.text))
-        transport: Transport = UnconnectedTransport()
-        if not local_only:
-            will = device_will(device, draft.name)
-            transport = MqttTransport(broker_settings(args, f"device-{device}", will))
-        agent = Agent(transport, draft, device)
-        agent.start()
-        try:
-            summary = show.generation(
-                agent.generate(request),
-                draft.text,
-                args.stop,
-                strip_leading_space=strips_space(args, draft.text),
-            )
-        finally:
-            agent.stop()
-        show.summary(summary)
-    finally:
-        draft.close()
-    return 0
+    return run_generate(args)
 
 
 def demo(args: argparse.Namespace) -> int:

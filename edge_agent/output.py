@@ -68,15 +68,22 @@ class Show:
         sys.stdout.flush()
         self._at_line_start = text.endswith("\n")
 
-    def summary(self, summary: Summary, alone: dict[str, Any] | None = None) -> None:
-        """The figures, beside those of the target alone where there are any."""
+    def summary(
+        self, summary: Summary, alone: dict[str, Any] | None = None, name: str | None = None
+    ) -> None:
+        """The figures, beside those of the target alone where there are any.
+
+        ``name``: of the prompt, where there are several.
+        """
         if self._json:
-            report = summary.as_dict()
+            report = summary.as_dict() if name is None else {"prompt": name, **summary.as_dict()}
             if alone is not None:
                 report["target_alone_tpt_ms"] = alone["tpt_ms"]
                 report["target_alone_equal"] = alone["token_ids"] == summary.token_ids
             print(json.dumps(report, ensure_ascii=False), flush=True)
             return
+        if name is not None:
+            print(f"\n{name:>13}", file=sys.stderr)
         for line in lines(summary, alone, colour=self._colour and sys.stderr.isatty()):
             print(line, file=sys.stderr, flush=True)
 

@@ -135,6 +135,12 @@ class Agent:
     def connected(self) -> bool:
         return self._transport.connected
 
+    @property
+    def link_failed(self) -> bool:
+        """Whether the transport has given up for good."""
+        with self._lock:
+            return self._state is not None and self._state.state is ConnectionState.FAILED
+
     def verifiers(self) -> dict[str, VerifierStatus]:
         """The verifiers that are online as far as the broker's retained statuses say."""
         with self._lock:

@@ -18,6 +18,7 @@ from edge_agent.draft import DraftModel
 from edge_agent.generation import Generation, Request
 from edge_agent.runtime import Agent, device_will
 from edge_agent.scripted_draft import Chooser, Oracle, ScriptedDraftModel
+from edge_agent.telemetry import Upkeep
 from tests.brokers import Relay, wait_until
 
 #: Seconds for what takes a moment on a quiet machine.
@@ -179,11 +180,12 @@ class Device:
         *,
         relayed: bool = False,
         transport: Mapping[str, Any] | None = None,
+        upkeep: Upkeep | None = None,
     ) -> None:
         self.name = name or f"d-{secrets.token_hex(3)}"
         options = {"will": device_will(self.name, draft.name), **(transport or {})}
         self.transport = _transport(url, f"device-{self.name}", relayed, options)
-        self.agent = Agent(self.transport, draft, self.name)
+        self.agent = Agent(self.transport, draft, self.name, upkeep=upkeep)
 
     def start(self, *, connected: bool = True) -> Device:
         self.agent.start()

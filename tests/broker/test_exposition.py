@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as read
 
 from broker.exposition import (
@@ -16,7 +15,6 @@ from broker.exposition import (
     FAMILIES,
     PREFIX,
     clean,
-    families,
     join,
     label_value,
     render,
@@ -126,20 +124,6 @@ def test_devices_share_a_header_and_nothing_else() -> None:
     assert found[name, frozenset({("device", "a")})] == 1.5 * place
     assert found[name, frozenset({("device", "b")})] == 4.0
     assert join([]) == ""
-
-
-def test_a_registry_of_prometheus_client_says_the_same() -> None:
-    class Collector:
-        def collect(self):
-            return families("dev-1", FULL)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())
-    own = generate_latest(registry).decode()
-    text = join([render("dev-1", FULL).texts])
-    assert samples(own) == samples(text)
-    headers = {line for line in text.splitlines() if line.startswith("#")}
-    assert {line for line in own.splitlines() if line.startswith("#")} == headers
 
 
 def test_a_sample_of_the_exporters_own() -> None:
