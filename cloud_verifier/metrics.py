@@ -107,6 +107,8 @@ STATS: Mapping[str, Name] = {
     "unknown_sessions": Name("unknown_session_messages", "Messages of sessions not held here."),
     "rejected": Name("rejected_messages", "Input that was dropped because it was wrong.", "cause"),
 }
+#: How fields end that hold what is, and not what was counted.
+NOW = "_in_use"
 #: Fields that other families carry: sums of histograms, and the sum over ``refused``.
 CARRIED: Mapping[str, str] = {
     "refusals": "sessions_refused_total",
@@ -200,10 +202,13 @@ def replica_families(snapshot: Snapshot) -> Iterator[Metric]:
         if isinstance(value, Mapping):
             preset = dict.fromkeys(PRESET.get(field, ()), 0)
             yield _labelled(name, text, label, bounded({**preset, **value}))
+        elif field.endswith(NOW):
+            yield _gauge(name, text, value)
         else:
             yield _counter(name, text, value)
     for name, value in snapshot.counters.items():
-        yield _counter(name, COUNTERS.get(name, f"Count of {name.replace('_', ' ')}."), value)
+        if name not in snapshot.stats:
+            yield _counter(name, COUNTERS.get(name, f"Count of {name.replace('_', ' ')}."), value)
     for name, value in snapshot.gauges.items():
         yield _gauge(name, GAUGES.get(name, f"{name.replace('_', ' ').capitalize()}."), value)
     measures = snapshot.measures

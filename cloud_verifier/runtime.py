@@ -19,6 +19,7 @@ from broker.errors import ModelError, TransportError
 from broker.messages import CLOSED_ERROR, Close, Closed, VerifierStatus
 from broker.topics import OPEN_SHARED, down_topic, up_filter, verifier_status_topic
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport, Will
+from cloud_verifier.core.session import VerifierSession
 from cloud_verifier.core.verifier import Forward, SessionKey, VerifierConfig, VerifierCore
 from cloud_verifier.engine.target import Target, Work
 from cloud_verifier.measures import Measures, Snapshot
@@ -81,6 +82,13 @@ def works_of(forward: Forward) -> list[Work]:
         )
         for seat in forward.seats
     ]
+
+
+def _wants_a_seat(session: VerifierSession) -> bool:
+    try:
+        return session.triggered and session.has_work
+    except Exception:  # noqa: BLE001 (the engine finds such a session, and gives it up)
+        return False
 
 
 class VerifierRuntime:
@@ -157,7 +165,7 @@ class VerifierRuntime:
             waiting = [
                 now - held.waiting_since
                 for held in core.sessions.values()
-                if held.triggered and held.has_work and held not in seated
+                if held not in seated and _wants_a_seat(held)
             ]
             stats = {field.name: getattr(core.stats, field.name) for field in fields(core.stats)}
             return Snapshot(

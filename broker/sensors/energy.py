@@ -28,6 +28,8 @@ ROOT = Path("/")
 #: Seconds between two looks at a power sensor beyond which nothing is known of what lay between.
 MAX_GAP_S = 30.0
 MAX_ZONES = 64
+#: Seconds in which hardware that runs has drawn something.
+STILL_S = 1.0
 #: More than one processor package or one GPU draws.
 MAX_PART_WATTS = 2_000.0
 ESTIMATE = "estimate"
@@ -74,7 +76,8 @@ class Counted:
     """Energy from hardware counters, in joules, each of which begins anew at its ``wrap``.
 
     ``wrap`` 0: it never does. A step that would need more than ``MAX_PART_WATTS`` is none, as when
-    the counter was reset in between: it adds nothing and is counted.
+    the counter was reset in between: it adds nothing and is counted. Counters that all stand still
+    count nothing (virtual machines show such): ``joules`` raises ValueError then.
     """
 
     def __init__(self, name: str, counters: Callable[[], dict[str, tuple[float, float]]]) -> None:
@@ -88,6 +91,8 @@ class Counted:
         found = self._counters()
         if self._last is not None:
             before, past = self._last
+            if found == past and now - before >= STILL_S:
+                raise ValueError(f"the energy counters of {self.name} stand still")
             for key, (value, wrap) in found.items():
                 if key not in past:
                     continue
@@ -134,8 +139,8 @@ def find_pmic(command: Command = run_command) -> EnergySource | None:
 def find_rapl(root: Path = ROOT, say: Callable[[str], None] = log.warning) -> EnergySource | None:
     """Packages and their memory (Linux, Documentation/power/powercap); AMD's have the same names.
 
-    ``psys`` is left out: it holds the packages. None: no such processor, or counters that only root
-    may read, which ``say`` is told.
+    ``psys`` is left out: it holds the packages. None: no such processor, counters that only root
+    may read, which ``say`` is told, or that a virtual machine shows at 0.
     """
     zones: dict[str, tuple[Path, float]] = {}
     for zone in sorted(root.glob("sys/class/powercap/intel-rapl:*"))[:MAX_ZONES]:
@@ -158,7 +163,8 @@ def find_rapl(root: Path = ROOT, say: Callable[[str], None] = log.warning) -> En
         return found
 
     try:
-        counters()
+        if not any(value for value, _ in counters().values()):
+            return None
     except PermissionError:
         path = next(iter(zones.values()))[0]
         say(f"energy: {path} is for root only: chmod it, or state --watts for an estimate")

@@ -144,7 +144,7 @@ def pmic_watts(said: str) -> float | None:
 
 
 def check_watts_read(watts: float) -> float:
-    """Raises ValueError for what no machine draws. A few mW below nothing are a sensor's noise."""
-    if not -1.0 <= watts <= MAX_WATTS:
+    """``watts`` itself. Raises ValueError for what no machine that runs draws, nothing included."""
+    if not 0.0 < watts <= MAX_WATTS:
         raise ValueError(f"{watts:g} W is no power that a machine draws")
-    return max(0.0, watts)
+    return watts

@@ -30,7 +30,7 @@ from cloud_verifier.core.verifier import SessionKey
 from cloud_verifier.engine.scripted_target import ScriptedTarget
 from cloud_verifier.engine.target import Work
 from cloud_verifier.measures import STAGES, Histogram
-from cloud_verifier.metrics import CARRIED, CAUSES, MAX_LABELS, OTHER, STATS, VerifierMetrics
+from cloud_verifier.metrics import CARRIED, CAUSES, MAX_LABELS, NOW, OTHER, STATS, VerifierMetrics
 from cloud_verifier.metrics_flags import build_labels
 from cloud_verifier.runtime import VerifierRuntime, config_for
 from tests.broker.sensors import boards
@@ -155,7 +155,8 @@ def total(samples: Samples, name: str) -> float | None:
 
 def exported_as(field: str) -> str:
     known = STATS.get(field)
-    return PREFIX + CARRIED.get(field, f"{known.name if known else field}_total")
+    name = known.name if known else field
+    return PREFIX + CARRIED.get(field, name if field.endswith(NOW) else f"{name}_total")
 
 
 def assert_all_exported(served: Served) -> None:
@@ -187,9 +188,16 @@ def test_a_new_field_appears_by_itself(served: Served) -> None:
     @dataclass
     class More(VerifierStats):
         shared_blocks: int = 7
+        blocks_in_use: int = 3
+        core_faults: int = 2  # counted here in place of elsewhere
 
     served.core.stats = More()
     assert served.value("shared_blocks_total") == 7
+    assert served.value("blocks_in_use") == 3
+    assert served.value("core_faults_total") == 2
+    text = served.text()
+    assert text.count("# TYPE pipesd_verifier_core_faults_total counter\n") == 1
+    assert "# TYPE pipesd_verifier_blocks_in_use gauge\n" in text
     assert_all_exported(served)
 
 
@@ -346,7 +354,8 @@ def test_the_documentation_names_every_series(served: Served) -> None:
     text = (Path(inspect.getfile(cli)).parent.parent / "docs/metrics.md").read_text()
     section = text[text.index("## A verifier") : text.index("## Sensors and energy")]
     named = set(re.findall(r"`(\w+)`", section))
-    later = {f"{field.name}_total" for field in fields(VerifierStats) if field.name not in STATS}
+    later = {exported_as(f.name).removeprefix(PREFIX) for f in fields(VerifierStats)}
+    later -= {exported_as(name).removeprefix(PREFIX) for name in STATS}
     for name in {name.removeprefix(PREFIX) for name, _ in served.samples()} - later:
         assert named & {name, re.sub(r"_(bucket|sum|count)$", "", name)}, name
 

@@ -93,11 +93,11 @@ def test_a_rail_that_reads_nonsense_is_refused() -> None:
         pmic_watts("  X_A current(7)=2..0A\n  X_V volt(7)=1.0V\n")
 
 
-@pytest.mark.parametrize("watts", [-2.0, 1e5, float("nan"), float("inf")])
+@pytest.mark.parametrize("watts", [0.0, -2.0, 1e5, float("nan"), float("inf")])
 def test_power_that_no_machine_draws(watts: float) -> None:
     with pytest.raises(ValueError, match="no power"):
         check_watts_read(watts)
 
 
-def test_noise_below_nothing_is_nothing() -> None:
-    assert check_watts_read(-0.01) == 0.0
+def test_power_that_one_does() -> None:
+    assert check_watts_read(0.8) == 0.8

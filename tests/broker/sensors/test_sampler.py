@@ -86,9 +86,9 @@ def test_energy_of_a_raspberry_pi_5(tmp_path: Path) -> None:
 
 
 def test_energy_of_a_server(tmp_path: Path) -> None:
-    made = sampler(boards.xeon(tmp_path, energy=0))
+    made = sampler(boards.xeon(tmp_path, energy=1_000_000))
     made.sample(0.0)
-    boards.xeon(tmp_path, energy=90_000_000)
+    boards.xeon(tmp_path, energy=91_000_000)
     found = made.sample(1.0)
     assert found.energy_joules == pytest.approx(90.0)
     assert found.energy_source == "rapl"
