@@ -11,6 +11,9 @@ from edge_agent.core.timing import ResponseTimer, Timing
 
 #: Times the verifier may say "the target failed on this session" before the edge believes it.
 MAX_ERRORS = 3
+#: SessionOpen sent at even intervals, before the intervals double: a broker hands each of them to
+#: a replica of its choice, and one of several that is away is missed soon by asking again.
+EVEN_TRIES = 4
 #: Attachments without one committed token before the cloud counts as unreachable.
 MAX_FRUITLESS = 8
 
@@ -34,6 +37,7 @@ class Attachment:
         self.attach = 0
         self.verifier: str | None = None
         self.connected = False
+        self.left: tuple[str, int] | None = None  # a verifier that may still hold that attach
         self.deadline: float | None = None
         self.response = ResponseTimer(timing)
         self._timing = timing
@@ -79,8 +83,8 @@ class Attachment:
         """Another SessionOpen goes out: its attach, the same one until somebody answers."""
         if self._tries == 0:
             self.attach += 1
-        wait = self._timing.open_timeout * 2 ** min(self._tries, 5)
         self._tries += 1
+        wait = self._timing.open_timeout * 2 ** min(max(0, self._tries - EVEN_TRIES), 5)
         self.deadline = now + min(wait, self._timing.max_timeout)
         return self.attach
 
@@ -103,6 +107,8 @@ class Attachment:
         self.deadline = None
 
     def detach(self) -> None:
+        if self.verifier is not None:
+            self.left = self.verifier, self.attach
         self.verifier = None
         self._tries = 0
         self._silent = 0

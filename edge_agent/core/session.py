@@ -360,6 +360,7 @@ class EdgeSession:
                 self._up.put(Close(self.attach), message.verifier)
             return
         self._state = State.ACTIVE
+        self._close_left(message.verifier)
         self._at.accepted(message.verifier, now)
         self._limit = min(self.config.max_tokens, message.limit)
         self._window.new_verifier()
@@ -368,6 +369,12 @@ class EdgeSession:
             self._ask(now)
         elif self._opening_asks:
             self._up.asked_by_opening(now)
+
+    def _close_left(self, verifier: str) -> None:
+        """Another replica has the session: the silent one need not keep its place for us."""
+        left, self._at.left = self._at.left, None
+        if left is not None and left[0] != verifier:
+            self._up.put(Close(left[1]), left[0])
 
     def _on_refused(self, message: Refused, now: float) -> None:
         if self._state is State.ACTIVE:
@@ -390,6 +397,7 @@ class EdgeSession:
             self.fail(ModelError("the target failed on this session: see the verifier's log"))
             return
         self._reopen(now)
+        self._at.left = None  # it has forgotten the session itself
 
     def _give_up(self, now: float) -> None:
         if self.config.local == LOCAL_FORBID:

@@ -452,7 +452,9 @@ def test_four_silences_in_a_row_move_the_session() -> None:
     assert message.attach == 2
     assert hand.session.state is State.OPENING
     hand.accept("v2")
-    assert hand.outgoing()[0] == ("v2", DraftBatch(2, 2, 0, (1,), None, True))
+    told, batch = hand.outgoing()
+    assert told == ("v1", Close(1))
+    assert batch == ("v2", DraftBatch(2, 2, 0, (1,), None, True))
 
 
 def test_a_verifier_that_answers_resync_is_waited_for() -> None:

@@ -25,7 +25,7 @@ from broker.messages import (
     Verdict,
 )
 from broker.sampling import Sampling
-from edge_agent.core.attachment import MAX_ERRORS, MAX_FRUITLESS
+from edge_agent.core.attachment import EVEN_TRIES, MAX_ERRORS, MAX_FRUITLESS
 from edge_agent.core.effects import DraftNext, Finished
 from edge_agent.core.policies import pipesd, vanilla
 from edge_agent.core.session import EdgeSession, State
@@ -71,15 +71,15 @@ def test_the_link_brings_an_open_with_all_that_the_verifier_needs() -> None:
     )
 
 
-def test_open_is_repeated_with_the_same_attach_and_doubling_waits() -> None:
+def test_open_is_repeated_with_the_same_attach_evenly_and_then_with_doubling_waits() -> None:
     hand = Hand(timing=Timing(open_timeout=1.0, max_timeout=8.0, offline_after=1000.0))
     hand.link(True)
     waits = []
-    for _ in range(6):
+    for _ in range(8):
         (message,) = hand.sent()
         assert message.attach == 1
         waits.append(hand.fire())
-    assert waits == pytest.approx([1.0, 2.0, 4.0, 8.0, 8.0, 8.0])
+    assert waits == pytest.approx([1.0] * EVEN_TRIES + [2.0, 4.0, 8.0, 8.0])
 
 
 def test_what_was_drafted_meanwhile_goes_out_as_a_request() -> None:
@@ -284,6 +284,29 @@ def test_a_verifier_that_leaves_is_left() -> None:
     hand.session.verifier_gone("v1", hand.now)
     assert hand.session.state is State.OPENING
     assert [message.attach for message in hand.sent()] == [2]
+
+
+def test_a_silent_verifier_is_told_once_another_has_the_session() -> None:
+    hand = opened(OFTEN)
+    hand.draft(1, confidence=0.1)
+    while hand.session.state is State.ACTIVE:
+        hand.sent()
+        hand.fire()
+    assert [type(message) for message in hand.sent()] == [SessionOpen]
+    hand.accept("v2")
+    assert ("v1", Close(1)) in hand.outgoing()
+    hand.session.verifier_gone("v2", hand.now)
+    hand.sent()
+    hand.accept("v2")  # it is back: the new attachment takes the place of the old one
+    assert not any(isinstance(message, Close) for message in hand.sent())
+
+
+def test_a_verifier_that_has_closed_the_session_is_told_nothing() -> None:
+    hand = opened()
+    close(hand, CLOSED_MOVED)
+    hand.sent()
+    hand.accept("v2")
+    assert not any(isinstance(message, Close) for message in hand.sent())
 
 
 @pytest.mark.parametrize("how", ["gone", "closed"])

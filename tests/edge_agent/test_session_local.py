@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.errors import ConfigError, ModelError, TransportError
-from broker.messages import (
+from broker.messages import Close, (
     FINISH_LENGTH,
     FINISH_STOP,
     REFUSED_BUSY,
@@ -14,6 +14,7 @@ from broker.messages import (
     Refused,
     SessionOpen,
 )
+from edge_agent.core.attachment import EVEN_TRIES
 from edge_agent.core.effects import SOURCE_LOCAL, Commit, Finished
 from edge_agent.core.session import State
 from edge_agent.core.timing import Timing
@@ -68,7 +69,10 @@ def test_back_with_the_cloud_everything_emitted_is_committed() -> None:
     assert hand.session.state is State.ACTIVE
     hand.session.drafted(running, 7, 0.9, hand.now)
     assert hand.effects() == [Commit(5, (6,), (SOURCE_LOCAL,))]
-    assert hand.batch() == DraftBatch(message.attach, 2, 6, (7,))
+    assert hand.outgoing() == [
+        ("v1", Close(1)),
+        ("v2", DraftBatch(message.attach, 2, 6, (7,))),
+    ]
 
 
 def test_alone_it_keeps_asking_when_the_link_is_there() -> None:
@@ -79,11 +83,11 @@ def test_alone_it_keeps_asking_when_the_link_is_there() -> None:
         hand.fire()
     attach = hand.session.attach
     waits = []
-    for _ in range(4):
+    for _ in range(EVEN_TRIES + 4):
         (message,) = hand.sent()
         assert message.attach == attach
         waits.append(hand.fire())
-    assert waits == pytest.approx([1.0, 2.0, 4.0, 8.0])
+    assert waits == pytest.approx([1.0] * EVEN_TRIES + [2.0, 4.0, 8.0, 8.0])
 
 
 @pytest.mark.parametrize(
