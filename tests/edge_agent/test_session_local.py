@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from broker.errors import ConfigError, ModelError, TransportError
-from broker.messages import Close, (
+from broker.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     REFUSED_BUSY,
     REFUSED_PROMPT,
+    Close,
     DraftBatch,
     Refused,
     SessionOpen,
