@@ -11,7 +11,7 @@ from broker.command import Stopped
 from broker.errors import ConfigError, TransportError
 from broker.flags import add_broker_flags, broker_settings
 from broker.mqtt_settings import MqttSettings
-from broker.settings import add_config_flag
+from broker.settings import Parser, add_config_flag
 from broker.transport import ConnectionEvent, ConnectionState
 from cloud_verifier.exporter.table import MAX_DEVICES, MAX_PAYLOAD, TTL_S, FleetTable
 
@@ -19,7 +19,7 @@ PORT = 9108
 _MOST_DEVICES = 1_000_000
 
 
-def add_exporter_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_exporter_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """The subcommand and its flags."""
     parser = commands.add_parser("exporter", help="turn the devices' telemetry into metrics")
     add_broker_flags(parser)

@@ -59,22 +59,16 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
     return {"counts": list(histogram.counts), "total": histogram.total}
 
 
-def fleet_report(
-    entries: Iterable[Entry],
-    verifiers: Mapping[str, VerifierStatus],
-    *,
-    wall: float,
-    ttl: float,
-    connected: bool,
+def fleet_head(
+    verifiers: Mapping[str, VerifierStatus], *, wall: float, ttl: float, connected: bool
 ) -> dict[str, Any]:
-    """The whole object; see the module."""
+    """Everything but the devices; see the module."""
     return {
         "format": FORMAT,
         "time": wall,
         "ttl_seconds": ttl,
         "broker_connected": connected,
         "buckets_seconds": list(BUCKETS),
-        "devices": {entry.name: device_report(entry) for entry in entries},
         "verifiers": {
             name: {
                 "online": status.online,
@@ -89,12 +83,16 @@ def fleet_report(
     }
 
 
-def fleet_json(report: Mapping[str, Any]) -> str:
-    """As text, a device at a time, so that no other thread waits long for the interpreter."""
-    parts = {name: value for name, value in report.items() if name != "devices"}
-    head = json.dumps(parts, allow_nan=False)
+def fleet_report(head: Mapping[str, Any], entries: Iterable[Entry]) -> dict[str, Any]:
+    """The whole object."""
+    return {**head, "devices": {entry.name: device_report(entry) for entry in entries}}
+
+
+def fleet_json(head: Mapping[str, Any], entries: Iterable[Entry]) -> str:
+    """The whole object as text, made a device at a time: a fleet's objects would take many times
+    its memory, and no other thread waits long for the interpreter."""
     devices = ",".join(
-        f"{json.dumps(name)}:{json.dumps(device, allow_nan=False)}"
-        for name, device in report["devices"].items()
+        f"{json.dumps(entry.name)}:{json.dumps(device_report(entry), allow_nan=False)}"
+        for entry in entries
     )
-    return f'{head[:-1]},"devices":{{{devices}}}}}\n'
+    return f'{json.dumps(head, allow_nan=False)[:-1]},"devices":{{{devices}}}}}\n'

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from broker.clock import Clock, MonotonicClock
 from broker.exposition import CONTENT_TYPE
@@ -17,8 +18,8 @@ from broker.metrics_http import MetricsServer, Page
 from broker.topics import DEVICE_STATUS_ALL, TELEMETRY_ALL, VERIFIER_STATUS_ALL
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport
 from cloud_verifier.exporter.figures import Own, OwnFigures
-from cloud_verifier.exporter.report import fleet_json, fleet_report
-from cloud_verifier.exporter.table import FleetTable
+from cloud_verifier.exporter.report import fleet_head, fleet_json, fleet_report
+from cloud_verifier.exporter.table import Entry, FleetTable
 
 #: The fleet as JSON, beside /metrics and /healthz.
 FLEET_PATH = "/fleet.json"
@@ -60,18 +61,22 @@ class FleetFeed:
         """Leave the broker."""
         self.transport.stop(timeout)
 
-    def fleet(self) -> dict[str, object]:
+    def fleet(self) -> dict[str, Any]:
         """The fleet as it is now; see cloud_verifier.exporter.report."""
+        return fleet_report(*self._look())
+
+    def fleet_json(self) -> str:
+        """The same as text."""
+        return fleet_json(*self._look())
+
+    def _look(self) -> tuple[dict[str, Any], list[Entry]]:
         with self.lock:
             now = self.clock.now()
             entries, verifiers = self.table.entries(now), self.table.statuses(now)
-        return fleet_report(
-            entries,
-            verifiers,
-            wall=self.wall(),
-            ttl=self.table.ttl,
-            connected=self.transport.connected,
+        head = fleet_head(
+            verifiers, wall=self.wall(), ttl=self.table.ttl, connected=self.transport.connected
         )
+        return head, entries
 
     def _on_message(self, message: Message) -> None:
         with self.lock:
@@ -128,7 +133,7 @@ class Exporter:
         return Page((devices + self._figures.text()).encode(), CONTENT_TYPE)
 
     def _fleet(self, accept: str) -> Page:  # noqa: ARG002
-        return Page(fleet_json(self.feed.fleet()).encode(), "application/json")
+        return Page(self.feed.fleet_json().encode(), "application/json")
 
     def _health(self) -> str | None:
         if self.feed.transport.connected:
