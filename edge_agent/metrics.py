@@ -59,7 +59,7 @@ _READINGS = {
 @dataclass(frozen=True, slots=True)
 class Figures:
     """``values`` by number of broker.figures; what is not known is absent. ``policy``: of the
-    latest generation, empty before any."""
+    latest generation."""
 
     values: dict[int, float]
     ttft: Histogram
@@ -137,12 +137,18 @@ class DeviceFigures:
                 self._tpt.add(meter.generation_seconds / progress.tokens)
 
     def snapshot(
-        self, now: float, given: Mapping[str, float], readings: Readings | None = None
+        self,
+        now: float,
+        given: Mapping[str, float],
+        readings: Readings | None = None,
+        *,
+        policy: str = "",
     ) -> Figures:
         """All figures as they are at ``now``.
 
         ``given``: by name, those that the agent itself knows; of ``r1_ratio`` and ``r2_ratio`` they
-        are what holds while nothing runs. ``readings``: of the machine's sensors.
+        are what holds while nothing runs. ``readings``: of the machine's sensors. ``policy``: the
+        one that the first generation will go by.
         """
         with self._lock:
             named = dict(self._totals)
@@ -166,7 +172,8 @@ class DeviceFigures:
                         named[figure] = value
             values = {BY_NAME[name].number: float(value) for name, value in named.items()}
             self._hold(values)
-            return Figures(values, self._ttft.histogram, self._tpt.histogram, self._policy)
+            name = self._policy or policy
+            return Figures(values, self._ttft.histogram, self._tpt.histogram, name)
 
     def _hold(self, values: dict[int, float]) -> None:
         """No counter ever falls: added up in another order, seconds may differ in the last bit, and

@@ -15,7 +15,6 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from dataclasses import replace
 
 from broker import __version__
 from broker.clock import Clock, MonotonicClock
@@ -214,8 +213,7 @@ class Agent:
             "r1_ratio": policy.thresholds.r1,
             "r2_ratio": policy.thresholds.r2,
         }
-        figures = self.figures.snapshot(now, given, readings)
-        return figures if figures.policy else replace(figures, policy=policy.name)
+        return self.figures.snapshot(now, given, readings, policy=policy.name)
 
     def config_is_due(self) -> None:
         """A broker that retains a config has sent it by now; one that does not took it back."""

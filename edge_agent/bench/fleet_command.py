@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from edge_agent.bench.contenders import CONTENDERS, select
 from edge_agent.bench.files import check_output
 from edge_agent.bench.traces import Trace, read_traces
 from edge_agent.core.policies import Policy
+from edge_agent.core.trigger import Thresholds
 from edge_agent.cpus import usable_cores
+from edge_agent.device_flags import MAX_TELEMETRY_S, MIN_TELEMETRY_S
 
 MAX_FLEET, MAX_PROCESSES = 10_000, 64
 #: Descriptors of a process beside those of its devices: pipes, epoll, libraries.
@@ -69,6 +72,20 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         "--policy", default="pipesd", metavar="NAME", help="what the devices follow (pipesd)"
     )
     fleet.add_argument(
+        "--start-thresholds",
+        metavar="R1,R2",
+        help="what the devices begin with instead of the policy's own; a config from the fleet's "
+        "tuner replaces them",
+    )
+    fleet.add_argument(
+        "--telemetry-interval",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds between two messages with each device's figures; with them the devices "
+        "follow what the fleet's tuner publishes. 0: neither (the default)",
+    )
+    fleet.add_argument(
         "--traces", metavar="FILE", help="recorded texts to replay; without: made-up ones"
     )
     fleet.add_argument(
@@ -113,6 +130,10 @@ class FleetChoices:
                 "and give them with --traces"
             )
         self.policy = _policy(args.policy)
+        if args.start_thresholds is not None:
+            self.policy = replace(
+                self.policy, thresholds=_thresholds(args.start_thresholds, self.policy.thresholds)
+            )
         sampling_from(args)
         if args.minutes is None and args.generations is None:
             args.minutes = 1.0
@@ -126,9 +147,15 @@ class FleetChoices:
             ("--ramp", self.ramp_s, 3_600.0),
             ("--drain", args.drain, 86_400.0),
             ("--forward-ms", args.forward_ms, 60_000.0),
+            ("--telemetry-interval", args.telemetry_interval, MAX_TELEMETRY_S),
         ):
             if not 0.0 <= value <= top:
                 raise ConfigError(f"{name} {value:g} is outside 0 to {top:g}")
+        if 0.0 < args.telemetry_interval < MIN_TELEMETRY_S:
+            raise ConfigError(
+                f"--telemetry-interval {args.telemetry_interval:g} is below {MIN_TELEMETRY_S:g} "
+                "seconds: 0 turns it off"
+            )
         if not 0.0 < args.patience <= 86_400.0:
             raise ConfigError(f"--patience {args.patience:g} is outside 0 to 86400 seconds")
         self.max_sessions = args.fleet if args.max_sessions is None else args.max_sessions
@@ -208,6 +235,16 @@ def _policy(name: str) -> Policy:
         names = ", ".join(one for one in CONTENDERS if one != "local")
         raise ConfigError(f"--policy {name!r} is no policy of a fleet: use one of {names}")
     return contenders[0].policy({}, "")
+
+
+def _thresholds(flag: str, own: Thresholds) -> Thresholds:
+    try:
+        r1, r2 = map(float, flag.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--start-thresholds {flag!r} is no R1,R2: give two numbers from 0 to 1"
+        ) from None
+    return replace(own, r1=r1, r2=r2)
 
 
 def run_fleet(args: argparse.Namespace) -> int:
@@ -314,4 +351,5 @@ def _habits(chosen: FleetChoices, texts: list[Trace], status: VerifierStatus) ->
         until=math.inf,
         patience_s=args.patience,
         seed=args.seed,
+        telemetry_s=args.telemetry_interval,
     )

@@ -35,7 +35,9 @@ from broker.topics import (
 )
 from broker.transport import ConnectionEvent, ConnectionState, Message, Transport
 from edge_agent.bench.fleet_habits import Habits
+from edge_agent.bench.fleet_loop import Sleeper
 from edge_agent.bench.fleet_stats import SESSION_LOSSES, Tally
+from edge_agent.bench.fleet_telemetry import FleetReport
 from edge_agent.bench.recorded_draft import RecordedDraft
 from edge_agent.core.config import SessionConfig
 from edge_agent.core.effects import Commit, DraftNext, Finished
@@ -82,7 +84,7 @@ class FleetDevice:
         tally: Tally,
         *,
         clock: Clock,
-        arm: Callable[[FleetDevice], None],
+        arm: Callable[[Sleeper], None],
     ) -> None:
         self.name = name
         self.transport = transport
@@ -90,6 +92,7 @@ class FleetDevice:
         self.done = False
         self.begun = 0
         self.unanswered: str | None = None  # session that was cut while it was being opened
+        self.report = FleetReport(name, transport, habits, clock, arm)
         self._habits = habits
         self._tally = tally
         self._clock = clock
@@ -129,6 +132,7 @@ class FleetDevice:
         """Connect; the first generation begins once the broker has the subscriptions."""
         self.transport.subscribe(down_filter(self.name), qos=0)
         self.transport.subscribe(VERIFIER_STATUS_ALL, qos=1)
+        self.report.begin()
         self.transport.start(self._on_message, self._on_event)
 
     def wake(self) -> None:
@@ -189,7 +193,7 @@ class FleetDevice:
             return
         self.begun += 1
         habits = self._habits
-        policy = habits.policy
+        policy = self.report.policy
         trace = self._trace = self._random.choice(habits.texts)
         self._draft = RecordedDraft(trace)
         config = SessionConfig(
@@ -220,6 +224,7 @@ class FleetDevice:
             policy=policy,
             estimates=self._estimates,
         )
+        self.report.started(self._core, now)
         if self._connected:
             self._core.set_connected(True, now)
         self._turn(now)
@@ -271,6 +276,7 @@ class FleetDevice:
         if effect.start != len(self._tokens):
             self._tally.counts["misplaced"] += 1
         self._tokens += effect.tokens
+        self.report.committed(len(effect.tokens), now)
 
     def _finished(self, core: EdgeSession, effect: Finished, now: float) -> None:
         tally, wanted, tokens = self._tally, self._trace.tokens, tuple(self._tokens)
@@ -290,7 +296,7 @@ class FleetDevice:
             tally.fail(str(effect.error))
             pause = FAILURE_PAUSE_S
         self._publish(core, now)
-        self._close_books(core)
+        self._close_books(core, failed=effect.error is not None)
         if self._habits.think_s > 0.0:
             pause += self._habits.think_s * self._random.uniform(0.5, 1.5)
         if self._may_start(now + pause):
@@ -298,12 +304,13 @@ class FleetDevice:
         else:
             self.done = True
 
-    def _close_books(self, core: EdgeSession) -> None:
+    def _close_books(self, core: EdgeSession, *, failed: bool = False) -> None:
         counts, stats = self._tally.counts, core.stats
         for name in _SUMMED:
             counts[name] += getattr(stats, name)
         counts["tokens"] += len(self._tokens)
         self._estimates = core.sending.estimates
+        self.report.ended(self._clock.now(), failed=failed)
         self._core = None
         self._drafting = None
         self._inbox.clear()
@@ -322,6 +329,7 @@ class FleetDevice:
                 if core.finish is None:
                     core.fail(error)
                 return
+            self.report.sent(len(payload))
 
     def _hear(self, core: EdgeSession, what: _News, heard_at: float, now: float) -> None:
         if isinstance(what, str):
@@ -353,6 +361,7 @@ class FleetDevice:
     def _on_event(self, event: ConnectionEvent) -> None:
         if event.state is ConnectionState.CONNECTED:
             self._connected = True
+            self.report.connected()
         else:
             self._connected = False
             self._tally.counts["disconnects"] += 1
@@ -369,6 +378,9 @@ class FleetDevice:
             self._wake_at(self._clock.now())
 
     def _on_message(self, message: Message) -> None:
+        if message.topic == self.report.config_topic:
+            self.report.configure(message.payload)
+            return
         try:
             if message.topic.startswith(_STATUS_PREFIX):
                 self._on_status(message)
@@ -376,10 +388,12 @@ class FleetDevice:
             session, decoded = arrival(self.name, message)
         except RemoteProtocolError:
             self._tally.counts["rejected"] += 1
+            self.report.rejected += 1
             return
         if session == self.unanswered:
             self.unanswered = None
         if self._core is not None and session == self._session:
+            self.report.heard(len(message.payload))
             self._note(decoded)
         elif isinstance(decoded, Accepted):
             # It ended before this answer came: the verifier need not keep a place for it.

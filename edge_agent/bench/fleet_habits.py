@@ -19,6 +19,8 @@ class Habits:
     ``generations``: of each device, None: until ``until`` on the clock, when none begins any more.
     ``patience_s``: silence or refusals after which a generation has failed. ``hang_up``: share of
     generations that nobody wants any more at some moment of their first ``hang_up_s``.
+    ``telemetry_s``: from one message with a device's figures to the next, 0: none; with them the
+    device also follows the config that is published for it.
     """
 
     texts: Sequence[Trace]
@@ -32,3 +34,4 @@ class Habits:
     hang_up: float = 0.0
     hang_up_s: float = 0.0
     seed: int = 0
+    telemetry_s: float = 0.0

@@ -142,6 +142,8 @@ class FleetProcess:
 
     def leave(self) -> None:
         """Let every device say goodbye, and add up what its connection counted."""
+        for device in self.devices:
+            device.report.leave()
         silent = self._network.close(LEAVE_S)
         counts = self.tally.counts
         counts["left_without_goodbye"] += silent
