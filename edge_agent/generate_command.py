@@ -94,6 +94,7 @@ class Writer:
         self._agent = agent
         self._draft = draft
         self._show = show
+        self._encoded: tuple[tuple[int, ...], bool] | None = None
 
     def write(self, prompt: BenchPrompt | None) -> None:
         """That of ``prompt``, None: of the flags. Raises what ends the generation."""
@@ -101,7 +102,9 @@ class Writer:
 
         args, text = self._args, self._draft.text
         if prompt is None:
-            tokens, strip = encode_prompt(args, text), strips_space(args, text)
+            if self._encoded is None:  # messages may come from standard input, once
+                self._encoded = encode_prompt(args, text), strips_space(args, text)
+            tokens, strip = self._encoded
         elif prompt.chat and text.has_chat_template:
             tokens = tuple(text.encode_chat([{"role": "user", "content": prompt.text}]))
             strip = text.adds_space_prefix
