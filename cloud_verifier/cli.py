@@ -33,6 +33,8 @@ from cloud_verifier import reference
 from cloud_verifier.exporter import command as exporter
 from cloud_verifier.metrics_flags import add_metrics_flags, open_metrics
 from cloud_verifier.serving import serve_with
+from cloud_verifier.top import command as top
+from cloud_verifier.tuner import command as tuner
 
 if TYPE_CHECKING:
     from cloud_verifier.engine.target import Target
@@ -111,6 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
     _add_common(generate)
     exporter.add_exporter_parser(commands)
+    top.add_top_parser(commands)
+    tuner.add_tune_parser(commands)
     return parser
 
 
@@ -406,7 +410,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(build_parser(), argv, program=PROGRAM)
         set_up_logging(args.verbose)
         raise_on_signals()
-        return {"serve": serve, "generate": generate, "exporter": exporter.run}[args.command](args)
+        works = {"serve": serve, "generate": generate, "exporter": exporter.run}
+        works |= {"top": top.run, "tune": tuner.run}
+        return works[args.command](args)
 
     return run(work, PROGRAM)
 
