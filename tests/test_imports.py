@@ -42,6 +42,7 @@ PURE = (
     "broker/telemetry.py",
     "broker/topics.py",
     "cloud_verifier/core/*.py",
+    "cloud_verifier/tuner/core/*.py",
     "cloud_verifier/exporter/device.py",
     "cloud_verifier/exporter/report.py",
     "cloud_verifier/exporter/table.py",
