@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dashboards import device, fleet, verifier
+from dashboards import device, fleet, tuner, verifier
 from dashboards.model import DATASOURCE_UID, Dashboard, to_json
 
 FOLDER = Path(__file__).parent / "grafana"
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "grafana"
 
 def dashboards() -> tuple[Dashboard, ...]:
     """All of them."""
-    return (fleet.dashboard(), device.dashboard(), verifier.dashboard())
+    return (fleet.dashboard(), device.dashboard(), verifier.dashboard(), tuner.dashboard())
 
 
 def render(datasource: str = DATASOURCE_UID) -> dict[str, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import Metric
@@ -15,6 +18,11 @@ from cloud_verifier.exporter.figures import Own, OwnFigures
 from cloud_verifier.exporter.table import EXTRAS, VERIFIER_FAMILIES
 from cloud_verifier.measures import Measures, Snapshot
 from cloud_verifier.metrics import COUNTERS, GAUGES, reading_families, replica_families
+from cloud_verifier.tuner.core.device import PHASES
+from cloud_verifier.tuner.core.fleet import TunerCore
+from cloud_verifier.tuner.core.messages import Choice, Proposal, Record, TunerSettings
+from cloud_verifier.tuner.core.space import Pair
+from cloud_verifier.tuner.figures import TunerCollector
 
 
 def _names(families: Any) -> set[str]:
@@ -57,7 +65,25 @@ def verifier_metrics() -> set[str]:
 
 
 def tuner_metrics() -> set[str]:
-    return {"pipesd_tuner_broker_connected"}
+    """Of a tuner with one device that has everything."""
+    pair = Pair(0.2, 0.6)
+    device = SimpleNamespace(
+        tpt=0.2,
+        first_tpt=0.3,
+        best=Choice(pair, 0.1, 16),
+        proposal=Proposal(1, pair, 1, 16),
+        record=Record(),
+    )
+    tuner: Any = SimpleNamespace(
+        lock=Lock(),
+        stats=Counter(),
+        core=TunerCore(TunerSettings()),
+        source=SimpleNamespace(rejected={}, queries=0),
+        configs=SimpleNamespace(publishes=0, rejected=0, connected=True),
+    )
+    tuner.core.devices["pi"] = device
+    device.phase = PHASES[0]
+    return _names(TunerCollector(tuner).collect())
 
 
 def known_metrics() -> set[str]:

@@ -19,7 +19,7 @@ from tests.dashboards.files import COMPOSE, ROOT, load, services, variables
 
 DOCKER_COMPOSE = shutil.which("docker-compose")
 EXAMPLE = ROOT / ".env.example"
-OURS = ("verifier", "exporter")
+OURS = ("verifier", "exporter", "tuner")
 NAMES = sorted(services())
 
 
