@@ -55,7 +55,7 @@ bench: $(READY)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find broker edge_agent cloud_verifier benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
+	@find broker edge_agent cloud_verifier dashboards benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	@rm -rf $(WHEELS)
