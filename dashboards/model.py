@@ -168,8 +168,11 @@ def _alerts(source: Json) -> Json:
         "enable": True,
         "hide": False,
         "iconColor": "red",
-        "expr": 'ALERTS{alertname=~"Pipesd.*", alertstate="firing"}',
-        "step": "60s",
+        "target": {
+            "refId": "Alerts",
+            "expr": 'ALERTS{alertname=~"Pipesd.*", alertstate="firing"}',
+            "interval": "60s",
+        },
         "titleFormat": "{{alertname}}",
         "textFormat": "{{device}}{{instance}}",
         "tagKeys": "severity",
@@ -183,7 +186,7 @@ def _variable(variable: Variable, source: Json) -> Json:
         "description": variable.description,
         "type": "query",
         "datasource": source,
-        "query": {"query": variable.query, "refId": f"variable-{variable.name}"},
+        "query": {"qryType": 1, "query": variable.query, "refId": f"variable-{variable.name}"},
         "definition": variable.query,
         "refresh": 2,  # when the time range changes: what is gone leaves the list
         "sort": 1,
