@@ -130,19 +130,17 @@ def _now() -> Row:
 
 
 def _devices() -> Row:
-    best = each(selector("pipesd_tuner_device_best_tpt_seconds", CHOSEN))
-    names = ("trial", "campaign", "current_tpt_seconds", "best_tpt_seconds", "best_r1_ratio")
-    titles = (
-        Column("Trial", "none", 0),
-        Column("Search", "none", 0),
-        Column("TPT now", "s", 1),
-        Column("TPT best", "s", 1),
-        Column("Best R1", "none", 3),
-        Column("Best R2", "none", 3),
-        Column("Pinned", "bool_yes_no"),
-    )
-    names += ("best_r2_ratio", "pinned")
+    best = of_device("best_tpt_seconds")
     listed = f"and on (device) topk({ROWS}, {of_device('campaign')})"
+    columns = (
+        ("trial", Column("Trial", "none", 0)),
+        ("campaign", Column("Search", "none", 0)),
+        ("current_tpt_seconds", Column("TPT now", "s", 1)),
+        ("best_tpt_seconds", Column("TPT best", "s", 1)),
+        ("best_r1_ratio", Column("Best R1", "none", 3)),
+        ("best_r2_ratio", Column("Best R2", "none", 3)),
+        ("pinned", Column("Pinned", "bool_yes_no")),
+    )
     return Row(
         "Devices",
         (
@@ -177,10 +175,10 @@ def _devices() -> Row:
                 f"Up to {ROWS} devices: the trial under way (0: none), the search's number, and"
                 " the best pair known. A click on a name opens its page.",
                 UNTUNED,
-                tuple(Query(f"{of_device(name)} {listed}") for name in names),
+                tuple(Query(f"{of_device(name)} {listed}") for name, _ in columns),
                 width=24,
                 height=10,
-                columns=titles,
+                columns=tuple(column for _, column in columns),
                 sort="TPT now",
                 links=(("This device", DEVICE_PAGE),),
             ),
