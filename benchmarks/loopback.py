@@ -47,6 +47,8 @@ class FreeTarget:
     vocab_hash = "loopback"
     eos_ids: frozenset[int] = frozenset()
     max_slots = 4
+    block_tokens = context
+    total_blocks = max_slots
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         return [[(work.position + i) % VOCAB for i in range(work.choices)] for work in batch]

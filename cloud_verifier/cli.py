@@ -30,6 +30,7 @@ from broker.flags import (
 from broker.pairs import PAIRS
 from broker.settings import Parser, add_config_flag, parse
 from cloud_verifier import reference
+from cloud_verifier.engine.kv_budget import parse_size
 from cloud_verifier.exporter import command as exporter
 from cloud_verifier.metrics_flags import add_metrics_flags, open_metrics
 from cloud_verifier.serving import serve_with
@@ -45,6 +46,8 @@ PROGRAM = "cloud-verifier"
 _END_S = 20.0
 
 ENGINES = ("torch", "llama")
+#: Sessions with a cache, by engine: llama.cpp allocates a whole context for each.
+_SLOTS = {"torch": 64, "llama": 16}
 
 
 class Words(Protocol):
@@ -78,6 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--max-sessions", type=int, default=256, metavar="N", help="sessions held at a time (256)"
+    )
+    serve.add_argument(
+        "--max-sessions-per-device",
+        type=int,
+        default=32,
+        metavar="N",
+        help="of one device (32); it is told to come back later for more",
     )
     serve.add_argument(
         "--idle-ttl",
@@ -143,7 +153,18 @@ def _add_target_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens per session (torch: the model's, llama: 2048 of them)",
     )
     group.add_argument(
-        "--slots", type=int, default=16, metavar="N", help="sessions with a K/V cache (16)"
+        "--slots",
+        type=int,
+        default=None,
+        metavar="N",
+        help="sessions with a K/V cache (torch: 64, llama: 16)",
+    )
+    group.add_argument(
+        "--kv-budget",
+        default=None,
+        metavar="SIZE",
+        help="memory for K/V of all sessions, like 512MiB or 2G (what --slots and --context take; "
+        "torch: at most half of what is available)",
     )
     group.add_argument(
         "--threads", type=int, default=None, metavar="N", help="CPU threads of a forward (all)"
@@ -167,8 +188,11 @@ def find_target(args: argparse.Namespace) -> str:
     """
     if (args.target is None) == (args.pair is None):
         raise ConfigError(f"give either --target MODEL or --pair {'|'.join(sorted(PAIRS))}")
+    if args.slots is None:
+        args.slots = _SLOTS[args.engine]
     if args.slots < 1 or (args.context is not None and args.context < 2):
         raise ConfigError("--slots is at least 1 and --context at least 2")
+    _kv_budget(args)
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} is below 1: leave it out for all cores")
     if args.engine == "llama":
@@ -182,6 +206,11 @@ def find_target(args: argparse.Namespace) -> str:
     from cloud_verifier.engine.prepare import resolve_target
 
     return resolve_target(args.target, args.pair)
+
+
+def _kv_budget(args: argparse.Namespace) -> int | None:
+    """Bytes of --kv-budget; None: it was not given. Raises ConfigError."""
+    return None if args.kv_budget is None else parse_size(args.kv_budget)
 
 
 def load_target(args: argparse.Namespace, source: str) -> Target:
@@ -198,6 +227,7 @@ def load_target(args: argparse.Namespace, source: str) -> Target:
             context=args.context,
             max_slots=args.slots,
             threads=args.threads,
+            kv_budget=_kv_budget(args),
         )
     try:
         from cloud_verifier.engine.torch_target import TorchTarget
@@ -210,6 +240,7 @@ def load_target(args: argparse.Namespace, source: str) -> Target:
         context=args.context,
         max_slots=args.slots,
         threads=args.threads,
+        kv_budget=_kv_budget(args),
     )
 
 
@@ -260,6 +291,7 @@ def _load_part(args: argparse.Namespace, ranks: Ranks) -> ParallelTarget:
         context=args.context,
         max_slots=args.slots,
         threads=args.threads,
+        kv_budget=_kv_budget(args),
     )
 
 
@@ -274,8 +306,8 @@ def _serve(args: argparse.Namespace) -> int:
     from cloud_verifier.engine.slow_target import check_floor
 
     args.id = own_id("--id", args.id)
-    if args.max_sessions < 1 or not args.idle_ttl > 0:
-        raise ConfigError("--max-sessions is at least 1 and --idle-ttl above 0 seconds")
+    if min(args.max_sessions, args.max_sessions_per_device) < 1 or not args.idle_ttl > 0:
+        raise ConfigError("--max-sessions[-per-device] is at least 1 and --idle-ttl above 0 s")
     check_floor(args.forward_floor_ms / 1000.0)
     broker_settings(args, f"verifier-{args.id}", None)  # wrong usage before a minute of loading
     ranks = _ranks(args)

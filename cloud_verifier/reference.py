@@ -28,9 +28,17 @@ class Step:
 
 
 def generate(
-    target: Target, prompt: tuple[int, ...], sampling: Sampling, max_tokens: int
+    target: Target,
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    max_tokens: int,
+    *,
+    blocks: tuple[int, ...] = (),
 ) -> Iterator[Step]:
     """The target's own continuation of ``prompt`` (token ids) in slot 0.
+
+    ``blocks``: of K/V memory, needed where a verifier hands out those of the same target, from
+    which these must have been kept back (see ``Work.blocks``).
 
     Raises ConfigError for a prompt that is empty or leaves no room in the context.
     """
@@ -45,11 +53,11 @@ def generate(
     keep = 0
     while len(prompt) - keep > PREFILL_TOKENS:
         piece = prompt[keep : keep + PREFILL_TOKENS]
-        target.forward([Work(0, keep, piece, 0, 0, sampling)])
+        target.forward([Work(0, keep, piece, 0, 0, sampling, blocks=blocks)])
         keep += len(piece)
     feed = prompt[keep:]
     for position in range(limit):
-        [[token]] = target.forward([Work(0, keep, feed, 1, position, sampling)])
+        [[token]] = target.forward([Work(0, keep, feed, 1, position, sampling, blocks=blocks)])
         keep += len(feed)
         feed = (token,)
         finish = None

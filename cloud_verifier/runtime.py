@@ -62,6 +62,8 @@ def config_for(target: Target, verifier: str, **overrides: object) -> VerifierCo
         "context": target.context,
         "eos_ids": target.eos_ids,
         "slots": target.max_slots,
+        "block_tokens": target.block_tokens,
+        "total_blocks": target.total_blocks,
         **overrides,
     }
     return VerifierConfig(**facts)  # type: ignore[arg-type]
@@ -79,6 +81,7 @@ def works_of(forward: Forward) -> list[Work]:
             seat.session.sampling,
             seat.plan.parents,
             seat.plan.path,
+            seat.blocks,
         )
         for seat in forward.seats
     ]
@@ -362,7 +365,8 @@ class VerifierRuntime:
             self._forward = None
             self.measures.forward(end - begin, len(batch), tokens)
             locked = self._clock.now()
-            self.core.forward_done(forward, choices, end, end - begin)
+            for fault in self.core.forward_done(forward, choices, end, end - begin):
+                self._fault(fault)
             self.measures.stages["commit"] += self._clock.now() - locked
             self._publish()
 

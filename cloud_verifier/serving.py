@@ -38,7 +38,13 @@ def serve_with(
     verifier = args.id
     if args.forward_floor_ms > 0.0:
         target = SlowTarget(target, args.forward_floor_ms / 1000.0)
-    config = config_for(target, verifier, max_sessions=args.max_sessions, idle_ttl=args.idle_ttl)
+    config = config_for(
+        target,
+        verifier,
+        max_sessions=args.max_sessions,
+        max_sessions_per_device=args.max_sessions_per_device,
+        idle_ttl=args.idle_ttl,
+    )
     will = status_will(verifier, online_status(config, target.name))
     settings = broker_settings(args, f"verifier-{verifier}", will)
     failed: list[ConnectionEvent] = []
@@ -52,7 +58,10 @@ def serve_with(
         elif event.state is ConnectionState.CONNECTED and not announced.is_set():
             announced.set()
             print(
-                f"verifier {verifier} serves {target.name} ({args.dtype}) at {settings.url}",
+                f"verifier {verifier} serves {target.name} ({args.dtype}) at {settings.url}\n"
+                f"K/V memory for {target.total_blocks * target.block_tokens} tokens "
+                f"({target.total_blocks} blocks of {target.block_tokens}) of up to "
+                f"{target.max_slots} sessions, {target.context} of each",
                 flush=True,
             )
 

@@ -29,6 +29,8 @@ from tests.system import Device, Replica, collect
 #: Generations that run at once, each with its own thread and draft sequence.
 AT_ONCE = 4
 DRAFT_CONTEXT = 1024
+#: Tokens of K/V memory that the replica does not hand out, for the target's own runs.
+KEPT_BACK = 1024
 #: Seconds for one generation, on a busy machine.
 LIMIT_S = 300.0
 
@@ -92,7 +94,11 @@ class Lab:
         self.pair = pair
         self.source = resolve_target(None, pair)
         self.target = SharedTarget.load(self.source, dtype=dtype, max_slots=8)
-        self.replica = Replica(url, self.target)
+        total = self.target.total_blocks
+        left = total - KEPT_BACK // self.target.block_tokens
+        self.kept_back = tuple(range(left, total))
+        """Blocks of K/V memory for the target's own runs."""
+        self.replica = Replica(url, self.target, total_blocks=left)
         self._alone: dict[Case, Text] = {}
 
     def alone(self, case: Case) -> Text:
@@ -100,7 +106,9 @@ class Lab:
         if case not in self._alone:
             assert self.replica.sessions == 0, "the target's slots are in use"
             steps = list(
-                reference.generate(self.target, case.prompt, case.sampling, case.max_tokens)
+                reference.generate(
+                    self.target, case.prompt, case.sampling, case.max_tokens, blocks=self.kept_back
+                )
             )
             self._alone[case] = Text([step.token for step in steps], steps[-1].finish)
         return self._alone[case]

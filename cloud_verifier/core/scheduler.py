@@ -6,11 +6,11 @@ others, so that a newcomer does not stop everybody.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from cloud_verifier.core.memory import Memory
 from cloud_verifier.core.session import Plan, VerifierSession
-from cloud_verifier.core.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One session's place in a forward."""
+    """One session's place in a forward. ``blocks``: of K/V memory, in the order of its text."""
 
     session: VerifierSession
     slot: int
     plan: Plan
+    blocks: tuple[int, ...] = ()
 
 
-def _take_nothing(other: VerifierSession) -> bool:  # noqa: ARG001 (one of two rules)
-    return False
-
-
-def next_batch(
-    sessions: Iterable[VerifierSession], slots: SlotTable[VerifierSession], limits: Limits
-) -> list[Seat]:
+def next_batch(sessions: Iterable[VerifierSession], memory: Memory, limits: Limits) -> list[Seat]:
     """The seats of the next forward; empty when there is nothing to do.
 
     A session without a slot takes a free one. One that wants a verdict may also take that of the
@@ -49,15 +44,16 @@ def next_batch(
     it returns. A mere prefill takes nothing from anybody: idle sessions would otherwise go on
     evicting each other for ever. Nor does work that nobody waits for (verify "eager", "ahead"): it
     is done when the target would idle, so that it makes no verdict later that somebody waits for.
+
+    The same holds for blocks. Who gets fewer than its work needs does a smaller piece of it, so
+    that the session that waits longest always comes on. Of several that would compute the same
+    block of a common beginning one does; the others take it over in the next forward.
     """
     ready = [session for session in sessions if session.has_work]
     ready.sort(key=lambda session: (not session.triggered, session.waiting_since))
     seats: list[Seat] = []
     seated: set[VerifierSession] = set()
-
-    def may_take(other: VerifierSession) -> bool:
-        return other not in seated
-
+    coming: set[Hashable] = set()  # blocks of common beginnings that this forward computes
     room = limits.forward_tokens
     awaited = bool(ready) and ready[0].triggered
     spare = 0 if awaited else limits.unasked_tokens
@@ -67,19 +63,24 @@ def next_batch(
         unasked = session.wants_choice and not session.triggered
         if unasked and spare < 1:
             continue
-        place = slots.acquire(session, may_take if session.triggered else _take_nothing)
-        if place is None:
+        slot = memory.enter(session, seated)
+        if slot is None:
             continue
-        slot, loser = place
-        if loser is not None:
-            loser.cached = 0
+        memory.resume(session)
+        block = memory.upcoming(session)
+        if block in coming:
+            continue
         most = min(room, max(limits.prefill_tokens, 1))
-        plan = session.plan(min(most, spare) if unasked else most)
+        most = memory.room(session, seated, min(most, spare) if unasked else most)
+        plan = session.plan(most) if most > 0 else None
         if plan is None:
             continue
+        if block is not None and len(plan.tokens) >= memory.blocks.block_tokens:
+            coming.add(block)
+        blocks = memory.grow(session, plan.keep + len(plan.tokens), seated)
         if unasked:
             spare -= len(plan.tokens)
         seated.add(session)
-        seats.append(Seat(session, slot, plan))
+        seats.append(Seat(session, slot, plan, blocks))
         room -= len(plan.tokens)
     return seats

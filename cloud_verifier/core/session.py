@@ -164,10 +164,10 @@ class VerifierSession:
             end = min(self.cached + budget, self.length - 1)
             if end <= self.cached:
                 return None
-            tokens = self._sequence(self.cached, end)
+            tokens = self.text(self.cached, end)
             return Plan(self.cached, tokens, 0, 0, len(committed), path=path)
         judged = min(len(self._pending), self.limit - len(committed) - 1, budget - missing)
-        tokens = self._sequence(self.cached, prompt + len(committed))
+        tokens = self.text(self.cached, prompt + len(committed))
         room = min(budget - missing, self._context - self.length) - judged
         depth = self.limit - len(committed) - 1
         beside = self._branches.beside(judged, len(committed), depth, room)
@@ -190,18 +190,24 @@ class VerifierSession:
     def common_prefix(self, other: VerifierSession) -> int:
         """How many leading tokens of prompt and committed text both share."""
         length = min(self.length, other.length)
-        mine, theirs = self._sequence(0, length), other._sequence(0, length)
+        mine, theirs = self.text(0, length), other.text(0, length)
         if mine == theirs:
             return length
         return next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
 
-    def _sequence(self, start: int, end: int) -> tuple[int, ...]:
+    def text(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens ``start`` to ``end`` of prompt and committed text."""
         prompt = len(self.prompt)
         if start >= prompt:
             return tuple(self.committed[start - prompt : end - prompt])
         return (*self.prompt[start:end], *self.committed[: max(0, end - prompt)])
 
     # -- what was done --------------------------------------------------------------------------
+
+    def lose_cache(self) -> None:
+        """The slot is another's now, or what it holds is spoilt."""
+        self.cached = 0
+        self._path = ()
 
     def prefilled(self, plan: Plan) -> None:
         """A piece of prefill is in the cache."""

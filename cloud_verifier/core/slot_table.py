@@ -1,6 +1,7 @@
 """Which session holds which K/V slot of the engine, and who must give one up.
 
-Pure bookkeeping; the memory itself is the engine's (``engine/slots.py``).
+Pure bookkeeping. How much memory a slot's session holds is in ``block_table``; the memory itself is
+the engine's.
 """
 
 from __future__ import annotations
@@ -49,13 +50,20 @@ class SlotTable(Generic[Owner]):
         if self._free:
             slot = self._free.pop()
         else:
-            loser = next((other for other in self._owners if may_evict(other)), None)
+            loser = self.evict(may_evict)
             if loser is None:
                 return None
-            slot = self._owners.pop(loser)
-            self.evictions += 1
+            slot = self._free.pop()
         self._owners[owner] = slot
         return slot, loser
+
+    def evict(self, may_evict: Callable[[Owner], bool]) -> Owner | None:
+        """Free the slot of the least recently used owner that allows it; whose that was."""
+        loser = next((other for other in self._owners if may_evict(other)), None)
+        if loser is not None:
+            self._free.append(self._owners.pop(loser))
+            self.evictions += 1
+        return loser
 
     def release(self, owner: Owner) -> None:
         slot = self._owners.pop(owner, None)

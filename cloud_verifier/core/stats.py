@@ -8,18 +8,25 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class VerifierStats:
-    """Since the start. ``rejected``: input dropped, by cause (a fixed set of causes).
+    """Since the start, but for ``blocks_in_use``, which is now.
 
-    ``refused``: openings that were refused, by reason; ``refusals`` is their sum.
+    ``rejected``: input dropped, by cause (a fixed set of causes). ``refused``: openings that were
+    refused, by reason; ``refusals`` is their sum.
     """
 
     opens: int = 0
     refusals: int = 0
+    device_refusals: int = 0  # of them those of devices that have too many sessions
     forwards: int = 0
     forward_failures: int = 0
     forward_seconds: float = 0.0
     batch_sessions: int = 0  # sum over forwards
     batch_tokens: int = 0  # sum over forwards
+    prefilled_tokens: int = 0  # prompt and committed tokens run, the one before a choice left out
+    shared_tokens: int = 0  # taken over from what another session had computed
+    shared_blocks: int = 0  # of K/V memory, which hold those
+    evictions: int = 0  # sessions that gave their slot and blocks to another
+    blocks_in_use: int = 0  # blocks of K/V memory in tables of sessions
     drafts: int = 0
     judged: int = 0
     accepted: int = 0

@@ -7,10 +7,12 @@ The driver feeds decoded messages in and publishes what ``messages_to_send`` ret
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from broker.errors import ConfigError
 from broker.messages import (
     CLOSED_ERROR,
     CLOSED_MOVED,
@@ -29,6 +31,8 @@ from broker.messages import (
     SessionOpen,
     VerifierMessage,
 )
+from cloud_verifier.core.block_table import BlockTable
+from cloud_verifier.core.memory import Memory
 from cloud_verifier.core.scheduler import Limits, Seat, next_batch
 from cloud_verifier.core.session import VerifierSession
 from cloud_verifier.core.slot_table import SlotTable
@@ -50,7 +54,12 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
-    """What a replica is. ``idle_ttl``, ``busy_retry`` in seconds; ``context`` in tokens."""
+    """What a replica is. ``idle_ttl``, ``busy_retry`` in seconds; ``context`` in tokens.
+
+    ``max_sessions``: held at a time, of them ``max_sessions_per_device`` of one device.
+    ``total_blocks`` of ``block_tokens`` tokens are the engine's K/V memory; 0: a slot is one block
+    with room for the whole context. Raises ConfigError where they do not hold one session.
+    """
 
     verifier: str
     vocab_size: int
@@ -58,10 +67,21 @@ class VerifierConfig:
     context: int
     eos_ids: frozenset[int]
     slots: int = 16
+    block_tokens: int = 0
+    total_blocks: int = 0
     max_sessions: int = 256
+    max_sessions_per_device: int = 32
     idle_ttl: float = 300.0
     busy_retry: float = 2.0
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        tokens = self.block_tokens * self.total_blocks
+        if self.block_tokens and tokens < self.context:
+            raise ConfigError(
+                f"K/V memory for {tokens} tokens holds no session of {self.context}: "
+                "give more, or a smaller context"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +99,14 @@ class VerifierCore:
         self.stats = VerifierStats()
         self.sessions: dict[SessionKey, VerifierSession] = {}
         self.slots: SlotTable[VerifierSession] = SlotTable(config.slots)
+        total = config.total_blocks if config.block_tokens else config.slots
+        self.blocks: BlockTable[VerifierSession] = BlockTable(
+            total, config.block_tokens or config.context
+        )
         self.draining = False
+        self._memory = Memory(self.slots, self.blocks, self.stats)
         self._keys: dict[VerifierSession, SessionKey] = {}
+        self._devices: Counter[str] = Counter()  # sessions of each device that has some
         self._outbox: list[Outgoing] = []
         self._running: Forward | None = None
         self._dirty: dict[SessionKey, None] = {}  # sessions that may have something to send
@@ -162,10 +188,14 @@ class VerifierCore:
         if top >= config.vocab_size:
             detail = f"token {top} is beyond the target's {config.vocab_size}: check the draft"
             return Refused(attach, REFUSED_TOKEN, detail)
-        if self.draining or (
-            key not in self.sessions and len(self.sessions) >= config.max_sessions
-        ):
+        new = key not in self.sessions
+        if self.draining or (new and len(self.sessions) >= config.max_sessions):
             detail = f"{len(self.sessions)} sessions are running here"
+            return Refused(attach, REFUSED_BUSY, detail, config.busy_retry)
+        own = self._devices.get(key.device, 0)
+        if new and own >= config.max_sessions_per_device:
+            self.stats.device_refusals += 1
+            detail = f"{own} sessions of this device are running here: close one"
             return Refused(attach, REFUSED_BUSY, detail, config.busy_retry)
         return None
 
@@ -187,17 +217,22 @@ class VerifierCore:
             for seat in self._running.seats if self._running else ():
                 if seat.session is old:
                     session.cached = min(session.cached, seat.plan.keep)
-            self.slots.hand_over(old, session)
+            self._memory.hand_over(old, session)
             del self._keys[old]
+        else:
+            self._devices[key.device] += 1
         self.sessions[key] = session
         self._keys[session] = key
         return session
 
-    def _forget(self, key: SessionKey) -> None:
+    def _forget(self, key: SessionKey, *, remember: bool = True) -> None:
         held = self.sessions.pop(key, None)
         if held is not None:
-            self.slots.release(held)
+            self._memory.release(held, remember=remember)
             del self._keys[held]
+            self._devices[key.device] -= 1
+            if not self._devices[key.device]:
+                del self._devices[key.device]
 
     # -- forwards -------------------------------------------------------------------------------
 
@@ -205,7 +240,7 @@ class VerifierCore:
         """The next forward to run, or None (nothing to do, or one is running)."""
         if self._running is not None:
             return None
-        seats = next_batch(self.sessions.values(), self.slots, self.config.limits)
+        seats = next_batch(self.sessions.values(), self._memory, self.config.limits)
         if not seats:
             return None
         self._running = Forward(tuple(seats))
@@ -213,27 +248,47 @@ class VerifierCore:
 
     def forward_done(
         self, forward: Forward, choices: Sequence[Sequence[int]], now: float, seconds: float
-    ) -> None:
-        """The engine's answer: per seat the target's choices; ``seconds``: what it took."""
+    ) -> list[Exception]:
+        """The engine's answer: per seat the target's choices; ``seconds``: what it took.
+
+        Returns what was raised while answers were taken in: each such bug costs its own session,
+        which is handed back, and no other. Raises ValueError, before anything changes, for answers
+        that are not one for each seat.
+        """
+        if len(choices) != len(forward.seats):
+            raise ValueError(f"{len(choices)} answers for {len(forward.seats)} seats")
         self._running = None
         stats = self.stats
         stats.forwards += 1
         stats.forward_seconds += seconds
         stats.batch_sessions += len(forward.seats)
         stats.batch_tokens += sum(len(seat.plan.tokens) for seat in forward.seats)
+        faults: list[Exception] = []
         for seat, chosen in zip(forward.seats, choices, strict=True):
-            session = seat.session
-            key = self._keys.get(session)
+            stats.prefilled_tokens += len(seat.plan.tokens) - seat.plan.choices
+            key = self._keys.get(seat.session)
             if key is None:
                 continue  # closed or replaced while the forward ran
-            if seat.plan.choices == 0:
-                session.prefilled(seat.plan)
-                continue
-            session.judge(seat.plan, chosen, now, seconds * 1000.0)
+            try:
+                self._take_answer(key, seat, chosen, now, seconds * 1000.0)
+            except Exception as fault:  # noqa: BLE001 (a bug costs one session, not the batch)
+                faults.append(fault)
+                self._say(key, Closed(seat.session.attach, CLOSED_ERROR))
+                self._forget(key, remember=False)
+        return faults
+
+    def _take_answer(
+        self, key: SessionKey, seat: Seat, chosen: Sequence[int], now: float, forward_ms: float
+    ) -> None:
+        session = seat.session
+        if seat.plan.choices == 0:
+            session.prefilled(seat.plan)
+        else:
+            session.judge(seat.plan, chosen, now, forward_ms)
             self._dirty[key] = None
-            if session.finish is not None:
-                self.slots.release(session)
-                session.cached = 0
+        self._memory.settle(session, seat.plan)
+        if session.finish is not None:
+            self._memory.release(session)
 
     def forward_failed(self, forward: Forward) -> None:
         """The target failed on this batch: its sessions are handed back and their slots freed."""
@@ -243,10 +298,10 @@ class VerifierCore:
             key = self._keys.get(seat.session)
             if key is not None:
                 self._say(key, Closed(seat.session.attach, CLOSED_ERROR))
-                self._forget(key)
+                self._forget(key, remember=False)
             elif (heir := self.slots.owner_of(seat.slot)) is not None:
                 # It attached again meanwhile and took the slot, whose contents are lost now.
-                heir.cached = 0
+                self._memory.release(heir, remember=False)
 
     # -- time -----------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ MAX_POSITION = 2**31 - 1  # of the shared noise
 def check_batch(
     batch: Sequence[Work],
     target: Target,
-    length: Callable[[int], int],
+    length: Callable[[Work], int],
     trees: Mapping[int, Sequence[int]],
 ) -> None:
     """Raise LocalProtocolError unless ``target`` can run all of ``batch``.
 
-    ``length(slot)``: how many valid tokens a slot holds, those of a tree left out. ``trees``: the
+    ``length(work)``: how many valid tokens its slot holds, those of a tree left out. ``trees``: the
     parents of the tree that a slot's last work fed, where it fed one. Changes nothing.
     """
     seen: set[int] = set()
@@ -46,7 +46,7 @@ def check_batch(
             raise LocalProtocolError(
                 f"slot {slot}: path {work.path} is no branch of its last tree: name accepted tokens"
             )
-        held = length(slot) + len(work.path)
+        held = length(work) + len(work.path)
         if not 0 <= work.keep <= held:
             raise LocalProtocolError(
                 f"slot {slot} holds {held} tokens, {work.keep} cannot be kept: start at 0"
@@ -65,8 +65,11 @@ def check_batch(
 
 
 @contextmanager
-def all_or_nothing(name: str, batch: Sequence[Work], free: Callable[[int], None]) -> Iterator[None]:
-    """Around the forward of target ``name``: when it fails, the slots of ``batch`` hold nothing.
+def all_or_nothing(
+    name: str, batch: Sequence[Work], spoil: Callable[[Work], None]
+) -> Iterator[None]:
+    """Around the forward of target ``name``: when it fails, ``spoil`` forgets what may be half
+    written, work by work.
 
     Raises ModelError for whatever the model raises.
     """
@@ -86,7 +89,7 @@ def all_or_nothing(name: str, batch: Sequence[Work], free: Callable[[int], None]
         # Also after KeyboardInterrupt: half-written K/V must not be taken for valid.
         if not finished:
             for work in batch:
-                free(work.slot)
+                spoil(work)
 
 
 def _check_tree(work: Work, parents: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ from broker.gguf_header import GgufHeader, read_header
 from broker.llama_library import complaint, forget_complaints, llama_library
 from broker.sampling import Sampler, Sampling
 from cloud_verifier.engine.batch import all_or_nothing, check_batch
+from cloud_verifier.engine.llama_cells import SPARE, slot_cells, slots_for
 from cloud_verifier.engine.llama_passes import Window, plan
 from cloud_verifier.engine.llama_rows import ROWS, Rows
 from cloud_verifier.engine.llama_vocabulary import read_vocabulary
@@ -35,9 +36,9 @@ DEFAULT_CONTEXT = 2048
 """Tokens per slot unless told otherwise; llama.cpp allocates all slots' cells at once."""
 
 MAX_SLOTS = 256  # sequences that llama.cpp can tell apart
-SPARE = 32  # cells behind each slot's context, for rows that only fill a pass up
 
-_KV_TYPES = {"float32": 0, "bfloat16": 1}  # GGML_TYPE_F32, GGML_TYPE_F16
+# GGML_TYPE_F32 and GGML_TYPE_F16, and bytes of a number.
+_KV_TYPES = {"float32": (0, 4), "bfloat16": (1, 2)}
 _FLOAT_FILES = (0, 1, 32)  # general.file_type: all float32, float16, bfloat16
 # Weights of blocks that llama.cpp has laid out for itself are multiplied with several rows at a
 # time, and what is left over in another way: rows then go through in multiples of this.
@@ -87,11 +88,13 @@ class LlamaTarget:
 
     ``dtype``: of the K/V cells, float32 or (bfloat16) 16 bits. ``context``: tokens per slot, at
     most what the model was trained for; None: ``DEFAULT_CONTEXT`` of them. The cells of all slots,
-    ``max_slots`` times ``context`` and ``SPARE`` more (rounded up to 256), are allocated here.
+    ``max_slots`` times ``context`` and ``SPARE`` more (rounded up to 256), are allocated here, and
+    fewer slots where those take more than ``kv_budget`` bytes; nothing is shared between slots.
     ``threads``: of a forward; None: all cores.
 
     Raises ModelError for a file that is missing, damaged, not supported or without memory to cut
-    back (recurrent state); ConfigError for values out of range or a missing llama-cpp-python.
+    back (recurrent state); ConfigError for values out of range, a budget too small
+    for one slot, or a missing llama-cpp-python.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class LlamaTarget:
         context: int | None = None,
         max_slots: int = 16,
         threads: int | None = None,
+        kv_budget: int | None = None,
     ) -> None:
         if dtype not in _KV_TYPES:
             raise ConfigError(f"dtype {dtype} is unknown: choose one of {', '.join(_KV_TYPES)}")
@@ -114,7 +118,6 @@ class LlamaTarget:
         path = Path(path)
         header = read_header(path)  # llama.cpp's own answer to a broken file can be an abort
         self.name = path.stem
-        self.max_slots = max_slots
         self._context: Any = None
         self._lib = lib = llama_library()
         self._multiple = _BLOCK_ROWS
@@ -128,19 +131,24 @@ class LlamaTarget:
                 "give another model, or a newer llama-cpp-python"
             )
         try:
-            self._describe(header, context)
-            self._open_context(_KV_TYPES[dtype], threads or os.cpu_count() or 1)
+            kv_type, item = _KV_TYPES[dtype]
+            trained = int(lib.llama_model_n_ctx_train(self._model)) or DEFAULT_CONTEXT
+            self.context = min(context or DEFAULT_CONTEXT, trained)
+            self.max_slots = slots_for(
+                kv_budget, header, item=item, context=self.context, max_slots=max_slots
+            )
+            self._describe(header)
+            self._open_context(kv_type, threads or os.cpu_count() or 1)
             self._try_out()
             self._multiple = self._find_multiple(header)
         except BaseException:
             self.close()
             raise
 
-    def _describe(self, header: GgufHeader, context: int | None) -> None:
-        lib = self._lib
-        vocabulary = read_vocabulary(lib, self._model)
-        trained = int(lib.llama_model_n_ctx_train(self._model)) or DEFAULT_CONTEXT
-        self.context = min(context or DEFAULT_CONTEXT, trained)
+    def _describe(self, header: GgufHeader) -> None:
+        vocabulary = read_vocabulary(self._lib, self._model)
+        # llama.cpp divides its cells among the sequences itself: a slot is one block.
+        self.block_tokens, self.total_blocks = self.context, self.max_slots
         self.vocab_size = vocabulary.vocab_size
         self.vocab_hash = vocabulary.vocab_hash
         self.eos_ids = frozenset(end_ids(header))
@@ -153,7 +161,7 @@ class LlamaTarget:
     def _open_context(self, kv_type: int, threads: int) -> None:
         lib = self._lib
         params = lib.llama_context_default_params()
-        params.n_ctx = self.max_slots * (-(-(self.context + SPARE) // 256) * 256)
+        params.n_ctx = self.max_slots * slot_cells(self.context)
         params.n_seq_max = self.max_slots
         params.n_batch = params.n_ubatch = ROWS
         params.n_outputs_max = params.n_outputs_max_per_seq = ROWS
@@ -242,7 +250,7 @@ class LlamaTarget:
         if not self._context:
             raise LocalProtocolError("the target is closed")
         trees = {slot: tree.parents for slot, tree in self._trees.items()}
-        check_batch(batch, self, self._lengths.__getitem__, trees)
+        check_batch(batch, self, lambda work: self._lengths[work.slot], trees)
         positions = [choice_positions(work) for work in batch]
         chosen = [[0] * work.choices for work in batch]
 
@@ -265,7 +273,7 @@ class LlamaTarget:
         return rows
 
     def _work_through(self, batch: Sequence[Work], take: _Take) -> None:
-        with all_or_nothing(self.name, batch, self.free):
+        with all_or_nothing(self.name, batch, lambda work: self.free(work.slot)):
             courses = [self._course(work, number) for number, work in enumerate(batch)]
             running = {course.work.slot: course for course in courses}
             while running:

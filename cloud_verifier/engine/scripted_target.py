@@ -14,6 +14,7 @@ import numpy.typing as npt
 from broker.errors import ConfigError, ModelError
 from broker.sampling import Sampler
 from cloud_verifier.engine.batch import check_batch
+from cloud_verifier.engine.slots import Blocks
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.trees import choice_positions, lineage, trunk
 
@@ -42,6 +43,8 @@ class ScriptedTarget:
         name: str = "scripted",
         vocab_hash: str = "0" * 16,
         fail_at: Iterable[int] = (),
+        block_tokens: int | None = None,
+        total_blocks: int | None = None,
     ) -> None:
         if (logits_fn is None) == (script is None):
             raise ConfigError("a scripted target takes logits_fn or script: give one of them")
@@ -59,23 +62,34 @@ class ScriptedTarget:
         self._logits_fn = logits_fn
         self._script = script
         self._sampler = Sampler(vocab_size)
-        self._slots: list[list[int]] = [[] for _ in range(max_slots)]
+        self.block_tokens = block_tokens or context
+        self.total_blocks = total_blocks or max_slots * -(-context // self.block_tokens)
+        self._blocks = Blocks(
+            max_slots=max_slots,
+            context=context,
+            block_tokens=self.block_tokens,
+            total=self.total_blocks,
+        )
+        # What each block holds. A table of one block is the sequence itself, and not copied.
+        self._store: list[list[int]] = [[] for _ in range(self.total_blocks)]
+        self._tables: dict[int, tuple[int, ...]] = {}  # of a slot's last work
         # Of a slot whose last work fed a tree: parents and tokens of the drafted ones.
         self._trees: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def held(self, slot: int) -> tuple[int, ...]:
         """The tokens that ``slot`` holds, those of a tree left out."""
-        return tuple(self._slots[slot])
+        return tuple(self._sequence(self._tables.get(slot, ())))
 
     def free(self, slot: int) -> None:
         """Forget what ``slot`` holds."""
-        self._slots[slot].clear()
+        self._forget(self._tables.pop(slot, ()), 0)
         self._trees.pop(slot, None)
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """As ``Target.forward``."""
         trees = {slot: parents for slot, (parents, _) in self._trees.items()}
-        check_batch(batch, self, lambda slot: len(self._slots[slot]), trees)
+        check_batch(batch, self, self._blocks.length, trees)
+        self._blocks.check(batch)
         if not batch:
             return []
         self.forwards += 1
@@ -85,16 +99,23 @@ class ScriptedTarget:
             return [self._run(work) for work in batch]
         except ModelError:
             for work in batch:
-                self.free(work.slot)
+                # Blocks that are named may be shared up to where this work begins.
+                self._forget(self._blocks.table(work), work.keep if work.blocks else 0)
+                self._trees.pop(work.slot, None)
             raise
 
     def close(self) -> None:
-        for slot in range(self.max_slots):
-            self.free(slot)
+        for block in self._store:
+            block.clear()
+        self._blocks.clear()
+        self._tables.clear()
+        self._trees.clear()
 
     def _run(self, work: Work) -> list[int]:
         self.tokens_run += len(work.tokens)
-        sequence = self._slots[work.slot]
+        table = self._tables[work.slot] = self._blocks.table(work)
+        sequence = self._sequence(table)
+        start = min(len(sequence), work.keep)
         _, drafted = self._trees.pop(work.slot, ((), ()))
         sequence.extend(drafted[node] for node in work.path)
         del sequence[work.keep :]
@@ -106,6 +127,7 @@ class ScriptedTarget:
             sequence.append(token)
             if index >= silent:
                 chosen.append(self._choose(sequence, next(positions), work))
+        self._keep(table, sequence, start)
         if work.parents is not None:
             drafted = work.tokens[chain:]
             for node in range(len(drafted)):
@@ -113,6 +135,31 @@ class ScriptedTarget:
                 chosen.append(self._choose([*sequence, *branch], next(positions), work))
             self._trees[work.slot] = work.parents, drafted
         return chosen
+
+    def _sequence(self, table: Sequence[int]) -> list[int]:
+        """What lies in ``table``: the block's own list where it is one, else a copy."""
+        if len(table) == 1:
+            return self._store[table[0]]
+        sequence: list[int] = []
+        for block in table:
+            sequence += self._store[block]
+            if len(self._store[block]) < self.block_tokens:
+                break
+        return sequence
+
+    def _keep(self, table: Sequence[int], sequence: list[int], start: int) -> None:
+        """``sequence`` is what ``table`` holds now; before ``start`` nothing has changed."""
+        size = self.block_tokens
+        if len(table) > 1:
+            for place in range(start // size, len(table)):
+                self._store[table[place]] = sequence[place * size : (place + 1) * size]
+        self._blocks.commit(table, start, len(sequence))
+
+    def _forget(self, table: Sequence[int], keep: int) -> None:
+        if table:
+            sequence = self._sequence(table)
+            del sequence[keep:]
+            self._keep(table, sequence, keep)
 
     def _choose(self, sequence: Sequence[int], position: int, work: Work) -> int:
         if self._script is not None:

@@ -1,125 +1,108 @@
-"""Which K/V storage each slot holds, and how much memory that is.
+"""How far each block of K/V memory is valid, and which blocks a slot is made of.
 
-Storage grows by doubling, so a session pays for at most twice the tokens it has (one block at
-least), and a slot given to a shorter session shrinks. There is no policy here: which slot belongs
-to whom and who is evicted is decided in ``cloud_verifier.core``. Nor is there any tensor: what is
-stored, and how it is moved, the caller says.
+There is no policy here: which blocks belong to whom, who shares and who is evicted is decided in
+``cloud_verifier.core`` and named with each work. Nor is there any tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections import Counter
+from collections.abc import Sequence
 
-from broker.errors import LocalProtocolError
+from broker.errors import ConfigError, LocalProtocolError
+from cloud_verifier.engine.target import Work
 
-BLOCK = 64  # tokens; capacities are multiples of it
-
-Storage = TypeVar("Storage")
+BLOCK = 64  # tokens
 
 
-class SlotTable(Generic[Storage]):
-    """The storages of ``max_slots`` slots, each with room for up to ``context`` tokens.
+class Blocks:
+    """``total`` blocks of ``block_tokens`` tokens, for up to ``max_slots`` sessions at a time.
 
-    ``make(capacity)`` gives storage for that many tokens; ``move(old, new, tokens)`` copies the
-    first ``tokens`` of them. ``bytes_per_token``: memory of one token over all layers. Together the
-    slots never hold more than ``bytes_limit`` bytes, and one slot twice its share while it grows.
+    A work without blocks has the slot's own, as many as hold a whole ``context``, where there is
+    memory for that. Those are not kept from others: once blocks were named, whoever hands them out
+    may remember any of them for a text to come, so from then on all works must name theirs.
+
+    Raises ConfigError when all blocks together do not hold one context.
     """
 
-    def __init__(
-        self,
-        *,
-        max_slots: int,
-        context: int,
-        bytes_per_token: int,
-        make: Callable[[int], Storage],
-        move: Callable[[Storage, Storage, int], None],
-    ) -> None:
+    def __init__(self, *, max_slots: int, context: int, block_tokens: int, total: int) -> None:
         self.max_slots = max_slots
         self.context = context
-        self.bytes_per_token = bytes_per_token
-        self._make = make
-        self._move = move
-        self._storages: list[Storage | None] = [None] * max_slots
-        self._capacities = [0] * max_slots
-        self._lengths = [0] * max_slots
+        self.block_tokens = block_tokens
+        self.total = total
+        self._own = -(-context // block_tokens)
+        if total < self._own:
+            raise ConfigError(
+                f"{total} blocks of {block_tokens} tokens hold no session of {context} tokens: "
+                f"give {self._own} at least"
+            )
+        self._valid = [0] * total  # tokens from the start of each block
+        self.handed_out = False
+        """Whether blocks were named, so that a slot has none of its own any more."""
 
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of all storages together."""
-        return sum(self._capacities) * self.bytes_per_token
+    def table(self, work: Work) -> tuple[int, ...]:
+        """The blocks of ``work``, in the order of its text.
 
-    @property
-    def bytes_limit(self) -> int:
-        """Bytes that all slots hold when each has a full context."""
-        return self.max_slots * _whole_blocks(self.context) * self.bytes_per_token
-
-    def length(self, slot: int) -> int:
-        """How many tokens of ``slot`` are valid."""
-        return self._lengths[slot]
-
-    def capacity(self, slot: int) -> int:
-        """How many tokens ``slot`` has room for at present."""
-        return self._capacities[slot]
-
-    def storage(self, slot: int) -> Storage:
-        """What ``slot`` holds its tokens in. Raises LocalProtocolError when it holds none."""
-        storage = self._storages[slot]
-        if storage is None:
-            raise LocalProtocolError(f"slot {slot} holds nothing: start at 0")
-        return storage
-
-    def reserve(self, slot: int, keep: int, end: int) -> Storage:
-        """The storage of ``slot``, cut to ``keep`` valid tokens and with room for ``end``.
-
-        Raises LocalProtocolError, before anything changes, when more is to be kept than there is or
-        ``end`` lies beyond the context; and whatever ``make`` raises when memory is short, the slot
-        then keeping what it had.
+        Raises LocalProtocolError for a work that names none of a memory that is handed out.
         """
-        if not 0 <= keep <= self._lengths[slot]:
+        if self.handed_out and not work.blocks:
             raise LocalProtocolError(
-                f"slot {slot} holds {self._lengths[slot]} tokens, {keep} cannot be kept: start at 0"
+                f"slot {work.slot} names no blocks where blocks are handed out: name some that "
+                "nobody else was given"
             )
-        if not keep <= end <= self.context:
-            raise LocalProtocolError(
-                f"slot {slot} would hold {end} tokens of {self.context}: clip to the context"
-            )
-        storage = self._storages[slot]
-        capacity = self._capacity_for(end)
-        have = self._capacities[slot]
-        # Between one and four times what is needed nothing is moved: a session that lives with
-        # rejections around a power of two must not copy its whole cache at each of them.
-        if storage is None or have < capacity or have >= 4 * capacity:
-            if keep == 0:
-                storage = self._storages[slot] = None  # before the new one asks for memory
-                self._capacities[slot] = self._lengths[slot] = 0
-            fresh = self._make(capacity)
-            if storage is not None:
-                self._move(storage, fresh, keep)
-            storage = self._storages[slot] = fresh
-            self._capacities[slot] = capacity
-        self._lengths[slot] = keep
-        return storage
+        return work.blocks or self.own(work.slot)
 
-    def commit(self, slot: int, length: int) -> None:
-        """Say that ``slot`` now holds ``length`` valid tokens."""
-        self._lengths[slot] = length
+    def own(self, slot: int) -> tuple[int, ...]:
+        """The blocks of a slot for which none are named; fewer than a context's beyond memory."""
+        start = slot * self._own
+        return tuple(range(start, min(start + self._own, self.total)))
 
-    def free(self, slot: int) -> None:
-        """Give the memory of ``slot`` back; it holds nothing afterwards."""
-        self._storages[slot] = None
-        self._capacities[slot] = self._lengths[slot] = 0
+    def length(self, work: Work) -> int:
+        """How many tokens at the start of the work's blocks are valid."""
+        length = 0
+        for block in self.table(work):
+            valid = self._valid[block] if 0 <= block < self.total else 0
+            length += valid
+            if valid < self.block_tokens:
+                break
+        return length
 
-    def free_all(self) -> None:
-        for slot in range(self.max_slots):
-            self.free(slot)
+    def check(self, batch: Sequence[Work]) -> None:
+        """Raise LocalProtocolError unless each work has room, and writes to no block of another."""
+        named = any(work.blocks for work in batch)
+        if named and not all(work.blocks for work in batch):
+            raise LocalProtocolError("a batch names blocks for some works only: name all of them")
+        tables = [self.table(work) for work in batch]
+        uses = Counter(block for table in tables for block in table)
+        for work, table in zip(batch, tables, strict=True):
+            end = work.keep + len(work.tokens)
+            if len(table) * self.block_tokens < end:
+                raise LocalProtocolError(
+                    f"slot {work.slot}: {len(table)} blocks hold no {end} tokens: name enough"
+                )
+            if min(table) < 0 or max(table) >= self.total:
+                raise LocalProtocolError(
+                    f"slot {work.slot}: a block is not one of {self.total}: choose below"
+                )
+            if len(set(table)) < len(table) or any(
+                uses[block] > 1 for block in table[work.keep // self.block_tokens :]
+            ):
+                raise LocalProtocolError(
+                    f"slot {work.slot} would write to a block that is used twice: share whole "
+                    "blocks before what is fed"
+                )
+        self.handed_out = self.handed_out or named
 
-    def _capacity_for(self, tokens: int) -> int:
-        capacity = BLOCK
-        while capacity < tokens:
-            capacity *= 2
-        return min(capacity, _whole_blocks(self.context))
+    def commit(self, table: Sequence[int], start: int, length: int) -> None:
+        """Say that ``table`` holds ``length`` valid tokens, new or fewer from ``start`` on.
 
+        What lies in blocks before ``start`` is left alone: others may share them.
+        """
+        size = self.block_tokens
+        for place in range(min(start, length) // size, len(table)):
+            self._valid[table[place]] = min(size, max(0, length - place * size))
 
-def _whole_blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK) * BLOCK
+    def clear(self) -> None:
+        """Nothing is valid any more, and nothing handed out."""
+        self._valid = [0] * self.total
+        self.handed_out = False

@@ -40,6 +40,8 @@ class SlowTarget:
         self.vocab_hash = target.vocab_hash
         self.eos_ids = target.eos_ids
         self.max_slots = target.max_slots
+        self.block_tokens = target.block_tokens
+        self.total_blocks = target.total_blocks
         self._target = target
         self._floor_s = check_floor(floor_s)
         self._clock = clock

@@ -32,6 +32,14 @@ class Work:
     ``path`` tells what became of the tree in the slot's last work: the indices, from the first
     drafted token down, of those that were accepted. They are valid tokens then, behind those
     before the tree, and the rest of the tree is forgotten; without a path all of it is.
+
+    ``blocks``: the blocks of K/V memory in which the session's text lies, in its order, with room
+    for ``keep`` and ``tokens``. Works may name the same blocks for what stands before ``keep``,
+    never for what they write. Blocks are handed out and shared in
+    ``cloud_verifier.core.block_table``, the engine keeps no tables of its own; those of a tree stay
+    where they are until its path was told. Without any the work has those of the slot itself,
+    until blocks were named for some work: from then on a slot has none of its own. An engine for
+    which a slot is one block (see ``Target``) need not look at them.
     """
 
     slot: int
@@ -42,10 +50,15 @@ class Work:
     sampling: Sampling
     parents: tuple[int, ...] | None = None
     path: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
 
 
 class Target(Protocol):
-    """A loaded target model. ``forward`` is called from one thread, never two at a time."""
+    """A loaded target model. ``forward`` is called from one thread, never two at a time.
+
+    Its K/V memory is ``total_blocks`` blocks of ``block_tokens`` tokens, enough for one context at
+    least. With blocks of a whole context there are as many as slots, and nothing is shared.
+    """
 
     name: str
     vocab_size: int
@@ -53,6 +66,8 @@ class Target(Protocol):
     vocab_hash: str
     eos_ids: frozenset[int]
     max_slots: int
+    block_tokens: int
+    total_blocks: int
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """One packed forward over all of ``batch`` (distinct slots).

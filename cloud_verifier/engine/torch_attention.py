@@ -1,9 +1,10 @@
 """Attention of a packed ragged batch: one row of tokens from many sessions, each over its own K/V.
 
 transformers hands every layer's queries, keys and values to a function registered with its
-``AttentionInterface``. Ours writes keys and values into the slot of the session they belong to and
-attends there. Which token belongs to whom is in a ``Step``, which travels through the model as a
-keyword argument.
+``AttentionInterface``. Ours writes keys and values into blocks of the session they belong to and
+attends there: to the memory as it lies where a session's blocks follow each other, else to a copy
+made for this layer. Which token belongs to whom is in a ``Step``, which travels through the model
+as a keyword argument.
 
 Queries are taken in blocks that are aligned to absolute positions, and a block always sees the same
 span of keys. A token's result therefore does not hang on how many tokens its session, or anybody,
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -56,40 +58,38 @@ class Layer:
 
 
 class KeyValues:
-    """K/V of one slot: for each layer keys [1, kv_heads, capacity, key_dim] and values alike.
+    """K/V of ``tokens`` tokens: per layer keys [1, kv_heads, tokens, key_dim] and values alike.
 
     Zeroed at first: what lies behind the valid tokens is read, with weight 0, and 0 times whatever
-    was in memory might be NaN.
+    was in memory might be NaN. On a CPU pages that no session has used yet take no memory.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], capacity: int, dtype: torch.dtype, device: torch.device
+        self, layers: Sequence[Layer], tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        memory = torch.zeros(
-            capacity * sum(layer.width for layer in layers), dtype=dtype, device=device
-        )
+        numbers = tokens * sum(layer.width for layer in layers)
+        if device.type == "cpu":
+            # torch.zeros would write to all of it.
+            raw = np.zeros(numbers * dtype.itemsize, dtype=np.uint8)
+            memory = torch.from_numpy(raw).view(dtype)
+        else:
+            memory = torch.zeros(numbers, dtype=dtype, device=device)
         self.layers: list[tuple[Tensor, Tensor]] = []
         start = 0
         for layer in layers:
             views = []
             for dim in (layer.key_dim, layer.value_dim):
-                size = layer.kv_heads * capacity * dim
-                views.append(memory[start : start + size].view(1, layer.kv_heads, capacity, dim))
+                size = layer.kv_heads * tokens * dim
+                views.append(memory[start : start + size].view(1, layer.kv_heads, tokens, dim))
                 start += size
             self.layers.append((views[0], views[1]))
 
-    def copy_to(self, other: KeyValues, tokens: int) -> None:
-        """Copy the first ``tokens`` tokens of all layers."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            for source, goal in zip(mine, theirs, strict=True):
-                goal[:, :, :tokens] = source[:, :, :tokens]
-
-    def gather(self, start: int, path: Sequence[int]) -> None:
-        """Move what lies at ``start + path[i]`` to ``start + i``; ``path`` rises."""
+    def move(self, sources: Sequence[int], goals: Sequence[int]) -> None:
+        """Copy the tokens that lie at ``sources`` to ``goals``; they may overlap."""
         for layer in self.layers:
             for stored in layer:
-                places = torch.tensor(path, device=stored.device) + start
-                stored[:, :, start : start + len(path)] = stored.index_select(2, places)
+                index = torch.tensor([sources, goals], device=stored.device)
+                stored[:, :, index[1]] = stored.index_select(2, index[0])
 
 
 class Masks:
@@ -136,11 +136,12 @@ class Masks:
 class Segment:
     """One session's rows of the packed batch: ``rows`` from ``start``, stored from ``first`` on.
 
-    ``parents``: of a tree in the last rows, see ``Work.parents``. Its tokens are stored one behind
-    the other, while their positions follow from their depths.
+    ``table``: the blocks in which its text lies. ``parents``: of a tree in the last rows, see
+    ``Work.parents``. Its tokens are stored one behind the other, while their positions follow from
+    their depths.
     """
 
-    store: KeyValues
+    table: tuple[int, ...]
     start: int
     rows: int
     first: int
@@ -149,6 +150,24 @@ class Segment:
     @property
     def end(self) -> int:
         return self.first + self.rows
+
+    def place(self, token: int) -> int:
+        """Where a token lies in memory."""
+        return self.table[token // BLOCK] * BLOCK + token % BLOCK
+
+    def runs(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Where tokens ``first`` to ``end`` lie in memory: starts and lengths, as few as may be."""
+        found: list[tuple[int, int]] = []
+        while first < end:
+            place, offset = divmod(first, BLOCK)
+            count = min(BLOCK - offset, end - first)
+            start = self.table[place] * BLOCK + offset
+            if found and sum(found[-1]) == start:
+                found[-1] = found[-1][0], found[-1][1] + count
+            else:
+                found.append((start, count))
+            first += count
+        return found
 
 
 class _Piece(NamedTuple):
@@ -161,9 +180,8 @@ class _Piece(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A piece with what it attends to: ``keys`` keys of ``store`` from ``key_start`` on."""
+    """A piece with what it attends to: ``keys`` keys of its session from ``key_start`` on."""
 
-    store: KeyValues
     start: int
     rows: int
     padded: int
@@ -172,14 +190,40 @@ class _Tile(NamedTuple):
     mask: Tensor
 
 
+class _Course(NamedTuple):
+    """A session's pieces, and where the keys of all of them lie: ``runs`` of memory.
+
+    The pieces' ``key_start`` counts from the first of those keys.
+    """
+
+    runs: list[tuple[int, int]]
+    tiles: list[_Tile]
+
+    def read(self, stored: Tensor) -> Tensor:
+        """The keys (or values) that are needed: a view where they lie in one run, else a copy."""
+        parts = [stored.narrow(2, start, count) for start, count in self.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
 @dataclass(slots=True)
 class Step:
     """What attention has to know of one packed forward."""
 
     segments: Sequence[Segment]
+    memory: KeyValues
     masks: Masks
     layers: Sequence[Layer]
-    _tiles: dict[tuple[int, int | None], list[_Tile]] = field(default_factory=dict)
+    # Where rows go: place in memory, row, how many.
+    writes: list[tuple[int, int, int]] = field(init=False)
+    _courses: dict[tuple[int, int | None], list[_Course]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.writes = []
+        for segment in self.segments:
+            row = segment.start
+            for place, count in segment.runs(segment.first, segment.end):
+                self.writes.append((place, row, count))
+                row += count
 
     def rows_needed(self) -> int:
         """Rows the packed batch must have, filler behind the last session's included."""
@@ -190,16 +234,21 @@ class Step:
             for piece in _cut_segment(segment, groups)
         )
 
-    def tiles(self, layer: Layer) -> list[_Tile]:
-        """The pieces that ``layer`` attends one by one, in the order of their rows."""
+    def courses(self, layer: Layer) -> list[_Course]:
+        """What ``layer`` attends to, session by session, in the order of their rows."""
         shape = (layer.groups, layer.window)
-        if shape not in self._tiles:
-            self._tiles[shape] = [
-                self._tile(segment, piece, layer)
-                for segment in self.segments
-                for piece in _cut_segment(segment, layer.groups)
-            ]
-        return self._tiles[shape]
+        if shape not in self._courses:
+            self._courses[shape] = [self._course(segment, layer) for segment in self.segments]
+        return self._courses[shape]
+
+    def _course(self, segment: Segment, layer: Layer) -> _Course:
+        tiles = [self._tile(segment, piece, layer) for piece in _cut_segment(segment, layer.groups)]
+        first = min(tile.key_start for tile in tiles)
+        end = max(tile.key_start + tile.keys for tile in tiles)
+        return _Course(
+            segment.runs(first, end),
+            [tile._replace(key_start=tile.key_start - first) for tile in tiles],
+        )
 
     def _tile(self, segment: Segment, piece: _Piece, layer: Layer) -> _Tile:
         if segment.parents:
@@ -210,9 +259,7 @@ class Step:
             before = min(before, -(-(layer.window - 1) // BLOCK) * BLOCK)
         start = block * BLOCK - before
         mask = self.masks.cut(layer, place, piece.padded, before)
-        return _Tile(
-            segment.store, piece.start, piece.rows, piece.padded, start, before + BLOCK, mask
-        )
+        return _Tile(piece.start, piece.rows, piece.padded, start, before + BLOCK, mask)
 
 
 def _cut_segment(segment: Segment, groups: int) -> list[_Piece]:
@@ -262,7 +309,7 @@ def _tree_tile(segment: Segment, piece: _Piece, layer: Layer, masks: Masks) -> _
             hidden[row, valid] |= places[key[valid]] <= places[stored] - layer.window
     mask = masks.additive(hidden, layer.groups)
     keys = key_end - key_start
-    return _Tile(segment.store, piece.start, piece.rows, piece.padded, key_start, keys, mask)
+    return _Tile(piece.start, piece.rows, piece.padded, key_start, keys, mask)
 
 
 def _with_filler(rows: int, groups: int) -> int:
@@ -290,30 +337,30 @@ def packed_attention(
     """
     index: int = module.layer_idx  # type: ignore[assignment]
     layer = pipesd_step.layers[index]
-    for segment in pipesd_step.segments:
-        stored_keys, stored_values = segment.store.layers[index]
-        first, start, rows = segment.first, segment.start, segment.rows
+    stored_keys, stored_values = pipesd_step.memory.layers[index]
+    for place, row, count in pipesd_step.writes:
         # narrow() costs half of what the same slice does, and there are many.
-        stored_keys.narrow(2, first, rows).copy_(key.narrow(2, start, rows))
-        stored_values.narrow(2, first, rows).copy_(value.narrow(2, start, rows))
+        stored_keys.narrow(2, place, count).copy_(key.narrow(2, row, count))
+        stored_values.narrow(2, place, count).copy_(value.narrow(2, row, count))
 
     total, kv_heads, groups = query.shape[2], layer.kv_heads, layer.groups
     # [1, kv_heads, rows * groups, dim]: the heads that share keys become rows of one product.
     queries = query.view(1, kv_heads, groups, total, -1).transpose(2, 3).flatten(2, 3)
     parts = []
-    for tile in pipesd_step.tiles(layer):
-        stored_keys, stored_values = tile.store.layers[index]
-        attended = _attend(
-            queries.narrow(2, tile.start * groups, tile.padded * groups),
-            stored_keys.narrow(2, tile.key_start, tile.keys),
-            stored_values.narrow(2, tile.key_start, tile.keys),
-            tile.mask,
-            scaling=scaling,
-            softcap=softcap,
-        )
-        if tile.padded != tile.rows:
-            attended = attended.narrow(2, 0, tile.rows * groups)
-        parts.append(attended)
+    for course in pipesd_step.courses(layer):
+        keys, values = course.read(stored_keys), course.read(stored_values)
+        for tile in course.tiles:
+            attended = _attend(
+                queries.narrow(2, tile.start * groups, tile.padded * groups),
+                keys.narrow(2, tile.key_start, tile.keys),
+                values.narrow(2, tile.key_start, tile.keys),
+                tile.mask,
+                scaling=scaling,
+                softcap=softcap,
+            )
+            if tile.padded != tile.rows:
+                attended = attended.narrow(2, 0, tile.rows * groups)
+            parts.append(attended)
     segment = pipesd_step.segments[-1]
     filler = total - segment.start - segment.rows
     if filler:

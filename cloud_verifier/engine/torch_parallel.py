@@ -288,6 +288,13 @@ class ParallelTarget(TorchTarget):
         if self._leads:
             self._ranks.tell(order)
 
+    def _agree(self, blocks: int) -> int:
+        """The fewest that fit on any rank: rank 0 names blocks for all of them."""
+        mine = torch.tensor([blocks], device=self._device)
+        parts = [torch.empty_like(mine) for _ in range(self._ranks.count)]
+        dist.all_gather(parts, mine)
+        return min(int(part) for part in parts)
+
     def _reference(self) -> tuple[list[int], Tensor]:
         found = super()._reference()  # what transformers itself computes over the ranks
         self._whole = shard_linears(self._model, self._model.tp_plan, self._ranks)

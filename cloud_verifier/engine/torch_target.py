@@ -9,7 +9,6 @@ company, not even by a rounding, on processors where that holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +19,17 @@ from broker.sampling import Sampling
 from broker.vocabulary import vocab_hash
 from cloud_verifier.engine import torch_attention, torch_linear, torch_probe
 from cloud_verifier.engine.batch import all_or_nothing, check_batch
-from cloud_verifier.engine.prepare import END_TOKENS, resolve_target, tokenizer_tokens
-from cloud_verifier.engine.slots import SlotTable
+from cloud_verifier.engine.kv_budget import available_memory, blocks_for
+from cloud_verifier.engine.prepare import resolve_target, tokenizer_tokens
+from cloud_verifier.engine.slots import BLOCK, Blocks
 from cloud_verifier.engine.target import Work
 from cloud_verifier.engine.torch_attention import KeyValues, Masks, Segment, Step
+from cloud_verifier.engine.torch_reading import end_ids, name_of, read_model
 from cloud_verifier.engine.torch_sampling import choose_many
 from cloud_verifier.engine.trees import choice_positions, offsets, trunk
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
     from typing_extensions import Self
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,9 +51,11 @@ class TorchTarget:
     """``Target`` over a transformers model, which it takes over: its linear layers may be replaced.
 
     ``vocab_size``: entries of the tokenizer; rows of the embedding past it never win. ``context``:
-    tokens a slot can hold. K/V memory grows with the sessions up to ``bytes_limit``. Raises
-    ModelError for a model that the packed batch does not give back as transformers computes it,
-    which is tried on a few tokens.
+    tokens a slot can hold. ``kv_budget``: bytes for the K/V of all slots, allocated here; None:
+    what they take with full contexts, at most half of the memory that is available and at least
+    one context. Raises ConfigError for a budget in which no context fits, ModelError for a model
+    that the packed batch does not give back as transformers computes it, which is tried on a few
+    tokens.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class TorchTarget:
         eos_ids: Iterable[int],
         context: int | None = None,
         max_slots: int = 16,
+        kv_budget: int | None = None,
         pack: bool = True,
     ) -> None:
         if max_slots < 1:
@@ -81,16 +85,9 @@ class TorchTarget:
         with torch.inference_mode():
             self.layers = torch_probe.find_layers(model)
             self._masks = Masks(self._dtype, self._device)
-            # Parents of the tree that a slot's last work fed, where it fed one.
-            self._trees: dict[int, tuple[int, ...]] = {}
-            width = sum(layer.width for layer in self.layers)
-            self._slots: SlotTable[KeyValues] = SlotTable(
-                max_slots=max_slots,
-                context=self.context,
-                bytes_per_token=width * self._dtype.itemsize,
-                make=lambda capacity: KeyValues(self.layers, capacity, self._dtype, self._device),
-                move=KeyValues.copy_to,
-            )
+            # Parents of the tree that a slot's last work fed, where it fed one, and where it lies.
+            self._trees: dict[int, tuple[tuple[int, ...], Segment]] = {}
+            self._allocate(kv_budget)
             tokens, expected = self._reference()
             if pack and torch_linear.can_pack(self._device, self._dtype):
                 self._pack()
@@ -129,52 +126,79 @@ class TorchTarget:
             cause = " ".join(str(exc).split())[:120]
             raise ConfigError(f"device {device} is not here ({cause}): give cpu") from None
         directory = resolve_target(path)
-        model, tokenizer = _read(directory, path, DTYPES[dtype], device, reading or {})
+        model, tokenizer = read_model(directory, path, DTYPES[dtype], device, reading or {})
         tokens = tokenizer_tokens(tokenizer, model.get_output_embeddings().weight.shape[0])
         return cls(
             model,
-            name=_name_of(path),
+            name=name_of(path),
             vocab_size=len(tokens),
             vocab_hash=vocab_hash(tokens),
-            eos_ids=_end_ids(model, tokenizer, tokens),
+            eos_ids=end_ids(model, tokenizer, tokens),
             context=context,
             max_slots=max_slots,
             **others,
         )
 
-    @property
-    def bytes_per_token(self) -> int:
+    def _allocate(self, budget: int | None) -> None:
+        width = sum(layer.width for layer in self.layers)
+        self.bytes_per_token = width * self._dtype.itemsize
         """Bytes of K/V for one token of one session."""
-        return self._slots.bytes_per_token
+        self.block_tokens = BLOCK
+        fitting = blocks_for(
+            budget,
+            block_bytes=BLOCK * self.bytes_per_token,
+            context_blocks=-(-self.context // BLOCK),
+            max_slots=self.max_slots,
+            available=_available(self._device),
+        )
+        self.total_blocks = self._agree(fitting)
+        self._blocks = Blocks(
+            max_slots=self.max_slots,
+            context=self.context,
+            block_tokens=BLOCK,
+            total=self.total_blocks,
+        )
+        try:
+            self._memory = KeyValues(
+                self.layers, BLOCK * self.total_blocks, self._dtype, self._device
+            )
+        except (MemoryError, RuntimeError) as exc:
+            cause = " ".join(str(exc).split())[:120]
+            raise ConfigError(
+                f"no memory for {self.bytes_allocated} bytes of K/V ({cause}): lower --kv-budget"
+            ) from None
+
+    def _agree(self, blocks: int) -> int:
+        """How many blocks there are, where ``blocks`` fit here; for targets of several parts."""
+        return blocks
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of K/V that all slots hold at present."""
-        return self._slots.bytes_allocated
-
-    @property
-    def bytes_limit(self) -> int:
-        """Bytes of K/V when every slot holds a full context."""
-        return self._slots.bytes_limit
+        """Bytes of K/V memory; the same from start to end."""
+        return self.total_blocks * BLOCK * self.bytes_per_token
 
     def free(self, slot: int) -> None:
-        """Give the memory of a slot back; what it held is forgotten."""
-        self._slots.free(slot)
+        """Forget what lies in the slot's own blocks, while it has some."""
+        if not self._blocks.handed_out:
+            self._blocks.commit(self._blocks.own(slot), 0, 0)
         self._trees.pop(slot, None)
 
     def close(self) -> None:
-        """Drop model and slots; nothing may be asked afterwards. Twice is once."""
-        self._slots.free_all()
+        """Drop model and memory; nothing may be asked afterwards. Twice is once."""
+        self._blocks.clear()
         self._trees.clear()
+        self._memory.layers.clear()
         self._model = None
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """As ``Target.forward``. Raises LocalProtocolError, before anything changes, for work that
         the slots, the vocabulary or the context do not allow."""
-        check_batch(batch, self, self._slots.length, self._trees)
+        trees = {slot: parents for slot, (parents, _) in self._trees.items()}
+        check_batch(batch, self, self._blocks.length, trees)
+        self._blocks.check(batch)
         if not batch:
             return []
-        with all_or_nothing(self.name, batch, self.free):
+        with all_or_nothing(self.name, batch, self._spoil):
             return _choices(self.logits(batch), batch)
 
     @torch.inference_mode()
@@ -186,33 +210,43 @@ class TorchTarget:
         segments: list[Segment] = []
         for work in batch:
             start, count = len(ids), len(work.tokens)
-            self._settle(work)
-            store = self._slots.reserve(work.slot, work.keep, work.keep + count)
-            segments.append(Segment(store, start, count, work.keep, work.parents or ()))
+            table = self._blocks.table(work)
+            segment = Segment(table, start, count, work.keep, work.parents or ())
+            self._settle(work, segment)
+            segments.append(segment)
             ids += work.tokens
             positions += (work.keep + offset for offset in offsets(work))
             asked += range(start + count - work.choices, start + count)
-        step = Step(segments, self._masks, self.layers)
+        step = Step(segments, self._memory, self._masks, self.layers)
         filler = max(step.rows_needed(), torch_linear.MIN_ROWS) - len(ids)
         rows = self._run(ids + [0] * filler, positions + [0] * filler, asked, step)
-        for work in batch:
-            self._slots.commit(work.slot, work.keep + trunk(work))
+        for work, segment in zip(batch, segments, strict=True):
+            self._blocks.commit(segment.table, work.keep, work.keep + trunk(work))
             if work.parents:
-                self._trees[work.slot] = work.parents
+                self._trees[work.slot] = work.parents, segment
         return rows
 
-    def _settle(self, work: Work) -> None:
+    def _spoil(self, work: Work) -> None:
+        """Forget what a work that failed may have half written."""
+        if work.blocks:  # others may share those before
+            self._blocks.commit(work.blocks, work.keep, work.keep)
+            self._trees.pop(work.slot, None)
+        else:
+            self.free(work.slot)
+
+    def _settle(self, work: Work, segment: Segment) -> None:
         """Make the accepted path of the slot's last tree a part of its chain, and forget the rest.
 
         What is stored was computed at its final position already; only its place changes.
         """
-        slot = work.slot
-        self._trees.pop(slot, None)
-        length = self._slots.length(slot)
+        _, tree = self._trees.pop(work.slot, ((), segment))
+        length = self._blocks.length(work)
         path = work.path[: max(0, work.keep - length)]
         if path:
-            self._slots.storage(slot).gather(length, path)
-            self._slots.commit(slot, length + len(path))
+            sources = [tree.place(length + node) for node in path]
+            goals = [segment.place(length + node) for node in range(len(path))]
+            self._memory.move(sources, goals)
+            self._blocks.commit(segment.table, length, length + len(path))
 
     def _run(self, ids: list[int], positions: list[int], asked: list[int], step: Step) -> Tensor:
         inputs: dict[str, Any] = {
@@ -284,6 +318,13 @@ def _choices(logits: Tensor, batch: Sequence[Work]) -> list[list[int]]:
     return [[next(tokens) for _ in range(work.choices)] for work in batch]
 
 
+def _available(device: torch.device) -> int | None:
+    """Bytes that K/V could take on ``device``."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory() if device.type == "cpu" else None
+
+
 def _context_of(model: PreTrainedModel, wanted: int | None) -> int:
     config: Any = model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None), wanted]
@@ -297,68 +338,3 @@ def _context_of(model: PreTrainedModel, wanted: int | None) -> int:
     if min(known) < 2:
         raise ConfigError(f"a context of {min(known)} tokens holds no text: at least 2")
     return min(known)
-
-
-def _read(
-    directory: str, path: str, dtype: torch.dtype, device: str, reading: Mapping[str, Any]
-) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Model and tokenizer from ``directory``; ``path`` is what the person gave, for messages."""
-    import transformers
-
-    library: Any = transformers
-    library.utils.logging.disable_progress_bar()
-    verbosity = library.utils.logging.get_verbosity()
-    library.utils.logging.set_verbosity_error()
-    try:
-        tokenizer = library.AutoTokenizer.from_pretrained(directory)
-        model, report = library.AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-            **reading,
-        )
-        model.to(device)
-    # Whatever a damaged file makes of transformers, safetensors or json: it is the file.
-    except Exception as exc:
-        cause = " ".join(str(exc).split())[:200]
-        raise ModelError(
-            f"{path} cannot be loaded ({type(exc).__name__}: {cause}): "
-            "give an intact model directory, hub id or .gguf file"
-        ) from exc
-    finally:
-        library.utils.logging.set_verbosity(verbosity)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"{path} lacks {len(missing)} weights, {missing[0]} first: fetch the model again"
-        )
-    return model, tokenizer
-
-
-def _end_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
-) -> set[int]:
-    """All ids that end a text; chat models have two, and configurations often name one of them."""
-    config: Any = model.config.get_text_config()
-    ends: set[int] = set()
-    for named in (
-        getattr(model.generation_config, "eos_token_id", None),
-        getattr(config, "eos_token_id", None),
-        tokenizer.eos_token_id,
-    ):
-        if isinstance(named, int):
-            ends.add(named)
-        elif named is not None:
-            ends.update(int(token) for token in named)
-    # Only special ones: "</s>" is an ordinary piece of HTML in some vocabularies.
-    added = tokenizer.added_tokens_decoder.items()
-    special = set(tokenizer.all_special_ids) | {token for token, text in added if text.special}
-    ends.update(token for token in special if token < len(tokens) and tokens[token] in END_TOKENS)
-    return {token for token in ends if 0 <= token < len(tokens)}
-
-
-def _name_of(path: str) -> str:
-    """What people call the model: the last part of its path or hub id."""
-    name = Path(path.rstrip("/")).name
-    return name.removesuffix(".gguf") or path

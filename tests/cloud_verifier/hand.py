@@ -53,7 +53,7 @@ class Hand:
             **changes,
         }
         self.core = VerifierCore(VerifierConfig(**settings))  # type: ignore[arg-type]
-        self.slots: list[list[int]] = [[] for _ in range(self.core.config.slots)]
+        self.blocks: list[list[int]] = [[] for _ in range(self.core.blocks.total)]
         self.down: list[tuple[str, VerifierMessage]] = []
 
     def held(self, device: str) -> VerifierSession:
@@ -79,6 +79,11 @@ class Hand:
             attach, prompt, tuple(committed), Sampling(), max_tokens, vocab_hash, verify
         )
         self.receive(device, opened)
+
+    def open_as(self, device: str, session: str, attach: int = 1) -> None:
+        """One of several sessions of a device."""
+        opened = SessionOpen(attach, PROMPT, (), Sampling(), 50, "v")
+        self.core.receive(device, session, opened, self.now)
 
     def ask(
         self, device: str = "a", *tokens: int, base: int | None = None, attach: int = 1,
@@ -112,16 +117,21 @@ class Hand:
         """Run a forward as an engine does, and hand the answer in."""
         answers = []
         for seat in forward.seats:
-            slot, plan = self.slots[seat.slot], seat.plan
-            assert plan.keep <= len(slot), "the core believes in a cache that is not there"
+            plan, size = seat.plan, self.core.blocks.block_tokens
+            held = [token for block in seat.blocks for token in self.blocks[block]][: plan.keep]
+            assert len(held) == plan.keep, "the core believes in a cache that is not there"
             text = [*seat.session.prompt, *seat.session.committed]
-            assert slot[: plan.keep] == text[: plan.keep], "the slot holds another text"
-            del slot[plan.keep :]
+            assert held == text[: plan.keep], "the blocks hold another text"
             answer = []
             for index, token in enumerate(plan.tokens):
-                slot.append(token)
+                held.append(token)
                 if index >= len(plan.tokens) - plan.choices:
-                    answer.append(choose(slot))
+                    answer.append(choose(held))
+            for place in range(plan.keep // size, -(-len(held) // size)):
+                written = seat.blocks[place]
+                users = sum(written in other.blocks for other in forward.seats)
+                assert users == 1, "a block that is written to is another's too"
+                self.blocks[written] = held[place * size : (place + 1) * size]
             answers.append(answer)
         self.now += 0.05
         self.core.forward_done(forward, answers, self.now, 0.05)

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from broker import llama_library
 from broker.errors import ConfigError, LocalProtocolError, ModelError
+from broker.gguf_header import GgufHeader
 from broker.sampling import Sampling
 from cloud_verifier import reference
 from cloud_verifier.engine import llama_prepare
+from cloud_verifier.engine.llama_cells import SPARE, cell_bytes, slot_cells, slots_for
 from cloud_verifier.engine.llama_passes import LEAST, Window, plan
 from cloud_verifier.engine.llama_rows import ROWS
-from cloud_verifier.engine.llama_target import SPARE, LlamaTarget
+from cloud_verifier.engine.llama_target import LlamaTarget
 from cloud_verifier.engine.llama_text import LlamaText
 from cloud_verifier.engine.target import Work
 from tests import gguf_models, tiny_gguf
@@ -297,6 +299,46 @@ def test_a_generation_by_command(tmp_path: Path) -> None:
     result = call("cloud-verifier", "generate", *flags, "--prompt", "abc", "--max-tokens", "5")
     assert (result.code, result.err) == (0, "")
     assert '"mode": "target"' in result.out
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_a_budget_says_how_many_slots_there_are(dtype: str, item: int) -> None:
+    path = gguf_models.gguf_of("llama")
+    cell = 2 * 2 * (16 + 16) * item  # layers, K/V heads, key and value
+    each = cell * slot_cells(CONTEXT)
+
+    def slots(budget: int) -> LlamaTarget:
+        return LlamaTarget(path, threads=1, max_slots=8, dtype=dtype, kv_budget=budget)
+
+    target = slots(3 * each - 1)
+    assert (target.max_slots, target.total_blocks, target.block_tokens) == (2, 2, CONTEXT)
+    assert [len(row) for row in target.forward([draw_work(random.Random(3), 1)])] != []
+    with pytest.raises(LocalProtocolError, match="not one of 2"):
+        target.forward([Work(2, 0, (1,), 1, 0, GREEDY)])
+    target.close()
+    target = slots(100 * each)
+    assert target.max_slots == 8
+    target.close()
+    with pytest.raises(ConfigError, match="holds no session of the whole context: give"):
+        slots(each - 1)
+
+
+def header_of(**metadata: object) -> GgufHeader:
+    named = {f"any.{name.replace('__', '.')}": value for name, value in metadata.items()}
+    return GgufHeader(3, "any", (), 0, 0, named)
+
+
+def test_cells_of_models_that_say_little_or_differ_by_layer() -> None:
+    facts = {"block_count": 3, "embedding_length": 64, "attention__head_count": 4}
+    assert cell_bytes(header_of(**facts), 4) == 3 * 4 * 32 * 4
+    assert cell_bytes(header_of(**facts, attention__head_count_kv=2), 2) == 3 * 2 * 32 * 2
+    assert cell_bytes(header_of(**facts, attention__head_count_kv=(2, 1, 0)), 4) == 3 * 32 * 4
+    lengths = {"attention__key_length": 24, "attention__value_length": 8}
+    assert cell_bytes(header_of(**facts, **lengths), 4) == 3 * 4 * 32 * 4
+    for silent in ({}, {"block_count": 3}, {**facts, "attention__head_count": 0}):
+        assert cell_bytes(header_of(**silent), 4) is None
+    with pytest.raises(ConfigError, match="leave out --kv-budget"):
+        slots_for(10**9, header_of(), item=4, context=64, max_slots=2)
 
 
 # The real pair

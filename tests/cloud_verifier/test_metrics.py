@@ -77,7 +77,9 @@ class Served:
     def __init__(self, root: Path) -> None:
         self.wire = CountingWire()
         self.target = SlowTarget()
-        self.runtime = VerifierRuntime(self.wire, self.target, config_for(self.target, "v"))
+        self.runtime = VerifierRuntime(
+            self.wire, self.target, config_for(self.target, "v", max_sessions_per_device=200)
+        )
         self.core = self.runtime.core
         self.sampler = BackgroundSampler(
             Sampler(root, watts=4.0, command=boards.no_command), interval=0.01

@@ -153,16 +153,18 @@ def test_windows_are_found_as_transformers_applies_them() -> None:
     assert windows_of(tiny_target("qwen2")) == [None, WINDOW, WINDOW]
 
 
-def test_memory_grows_with_the_sessions_and_has_a_bound() -> None:
+def test_memory_is_what_the_budget_says() -> None:
     target = tiny_target("llama")
     # 2 layers of keys and values, 2 heads of 16 float32 numbers.
     assert target.bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert target.bytes_limit == 8 * 192 * target.bytes_per_token
-    rows_of(target, 0, 0, sequence_of(10, 6))
-    rows_of(target, 1, 0, sequence_of(CONTEXT, 7))
-    assert target.bytes_allocated == (BLOCK + 192) * target.bytes_per_token
-    target.free(1)
-    assert target.bytes_allocated == BLOCK * target.bytes_per_token
+    assert target.bytes_allocated == 8 * 192 * target.bytes_per_token
+    block = BLOCK * target.bytes_per_token
+    small = tiny_target("llama", kv_budget=4 * block + 17)
+    assert (small.total_blocks, small.block_tokens) == (4, BLOCK)
+    rows_of(small, 0, 0, sequence_of(CONTEXT, 7))
+    assert small.bytes_allocated == 4 * block
+    with pytest.raises(ConfigError, match="holds no session"):
+        tiny_target("llama", kv_budget=3 * block - 1)
 
 
 def config_of(kind: str, **settings: Any) -> Any:

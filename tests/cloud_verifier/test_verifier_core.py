@@ -22,7 +22,7 @@ from broker.messages import (
 )
 from cloud_verifier.core.scheduler import Limits
 from cloud_verifier.core.session import Plan
-from tests.cloud_verifier.hand import EOS, PROMPT, VOCAB, Hand, attached, continuation
+from tests.cloud_verifier.hand import EOS, PROMPT, VOCAB, Hand, attached, continuation, next_token
 
 TEXT = continuation(PROMPT, 20)
 
@@ -81,6 +81,28 @@ def test_a_full_house_refuses_for_now_but_keeps_its_own() -> None:
     hand.receive("b", Close(1))
     hand.open("c", attach=2)
     assert hand.told_of(Accepted) == [("c", Accepted(2, "v1", 300, 50))]
+
+
+def test_a_device_with_too_many_sessions_is_told_to_come_back() -> None:
+    hand = Hand(max_sessions_per_device=2)
+    for session in "abc":
+        hand.open_as("greedy", session)
+    hand.open_as("other", "a")
+    told = hand.told()
+    assert [type(message) for _, message in told] == [Accepted, Accepted, Refused, Accepted]
+    refused = told[2][1]
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.retry_after) == (REFUSED_BUSY, 2.0)
+    assert "2 sessions of this device" in refused.detail
+    assert (hand.core.stats.device_refusals, hand.core.stats.refusals) == (1, 1)
+    # Attaching again is no new session, and one that was closed makes room.
+    hand.open_as("greedy", "b", attach=2)
+    hand.core.receive("greedy", "a", Close(1), hand.now)
+    hand.open_as("greedy", "c")
+    assert [type(message) for _, message in hand.told()] == [Accepted, Accepted]
+    hand.now = 1000.0
+    hand.core.handle_timer(hand.now)
+    assert not hand.core._devices, "nothing is kept of devices without sessions"
 
 
 def test_a_repeated_open_is_accepted_again_and_changes_nothing() -> None:
@@ -318,7 +340,7 @@ def test_a_failed_forward_leaves_nothing_to_who_attached_again_meanwhile() -> No
     running = hand.forward()
     hand.open("a", attach=2, committed=TEXT[:4])
     assert hand.held("a").cached > 0
-    hand.slots[0].clear()
+    hand.blocks[0].clear()
     hand.core.forward_failed(running)
     assert hand.held("a").cached == 0
     assert hand.told_of(Closed) == []
@@ -330,11 +352,30 @@ def test_a_failed_forward_leaves_nothing_to_who_attached_again_meanwhile() -> No
 def test_an_answer_of_the_wrong_length_is_the_engines_fault() -> None:
     hand = attached("a", "b")
     running = hand.forward()
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="1 answers for 2 seats"):
         hand.core.forward_done(running, [[]], 1.0, 0.1)
     hand.core.forward_failed(running)
     assert hand.core.next_effect() is None
     assert not hand.core.sessions
+
+
+def test_an_answer_that_cannot_be_taken_in_costs_its_own_session_only() -> None:
+    hand = attached("a", "b", "c")
+    for device in "abc":
+        hand.ask(device)
+    running = hand.forward()
+    text = [next_token(PROMPT)]
+    faults = hand.core.forward_done(running, [text, [], text], 1.0, 0.1)
+    assert [type(fault) for fault in faults] == [IndexError]
+    told = hand.told()
+    assert ("b", Closed(1, CLOSED_ERROR)) in told
+    assert {device for device, message in told if isinstance(message, Verdict)} == {"a", "c"}
+    assert {key.device for key in hand.core.sessions} == {"a", "c"}
+    # Its memory is free, and it may open again.
+    hand.open("b", attach=2)
+    hand.ask("b", attach=2)
+    hand.run()
+    assert hand.held("b").committed == text
 
 
 # -- draining and forgetting --------------------------------------------------------------------

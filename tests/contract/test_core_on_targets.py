@@ -16,7 +16,7 @@ from broker.sampling import Sampling
 from cloud_verifier.core.scheduler import Limits
 from cloud_verifier.core.verifier import SessionKey, VerifierCore
 from cloud_verifier.runtime import config_for, works_of
-from tests.contract.test_target import GREEDY, PLAIN, SAMPLED, SUBJECTS, sequence_of, shared_target
+from tests.contract.test_target import GREEDY, PLAIN, SAMPLED, SUBJECTS, sequence_of
 from tests.tiny_models import VOCAB
 
 #: Prompt length, tokens to write and sampling.
@@ -52,7 +52,8 @@ def tree_around(
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_each_session_writes_its_own_text(name: str) -> None:
-    subject, target = SUBJECTS[name], shared_target(name)
+    subject = SUBJECTS[name]
+    target = subject.make()  # of its own, since the core hands out its blocks
     draw = random.Random(7)
     core = VerifierCore(
         config_for(target, "v", slots=2, limits=Limits(forward_tokens=40, prefill_tokens=16))
@@ -105,6 +106,7 @@ def test_each_session_writes_its_own_text(name: str) -> None:
             break
     else:
         pytest.fail("not all sessions came to their end")
+    target.close()
     stats = core.stats
     assert stats.batch_sessions > stats.forwards, "no forward had company"
     assert stats.judged > stats.accepted > 0

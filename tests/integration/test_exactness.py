@@ -229,9 +229,10 @@ def test_bfloat16_differs_at_near_ties_alone(tmp_path: Path, ids: Ids) -> None:
             assert at < min(len(alone), len(split)), "one is the beginning of the other"
             sequence = (*outcome.case.prompt, *alone[:at])
             with lab.target.lock:
-                work = Work(7, 0, sequence, 1, at, outcome.case.sampling)
+                sampling, blocks = outcome.case.sampling, lab.kept_back
+                work = Work(7, 0, sequence, 1, at, sampling, blocks=blocks)
                 logits = lab.target.logits([work])[0].float().numpy()
-            found = gap(logits, at, outcome.case.sampling, (alone[at], split[at]))
+            found = gap(logits, at, sampling, (alone[at], split[at]))
             units = found / unit_in_the_last_place(float(logits.max()))
             gaps.append(units)
             assert units <= NEAR, f"{outcome.case.name} at {at}: {units:.1f} units are no tie"
