@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from broker.command import Stopped
 from broker.errors import ConfigError, TransportError
-from broker.flags import add_broker_flags, broker_settings
+from broker.flags import add_broker_flags, broker_settings, own_id
 from broker.settings import Parser, add_config_flag
-from broker.topics import check_id
 from broker.transport import ConnectionEvent, ConnectionState
 
 if TYPE_CHECKING:
@@ -43,7 +42,12 @@ def add_tune_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--exporter", metavar="URL", help=f"an exporter itself, without Prometheus ({EXPORTER})"
     )
     group = parser.add_argument_group("tuning")
-    group.add_argument("--id", default="tuner-1", metavar="ID", help="this tuner's id (tuner-1)")
+    group.add_argument(
+        "--id",
+        default="tuner-1",
+        metavar="ID",
+        help="this tuner's id (tuner-1); @hostname: what this host is called",
+    )
     group.add_argument(
         "--devices", default="*", metavar="PATTERN", help="which devices, as a shell pattern (*)"
     )
@@ -170,7 +174,7 @@ def _source(args: argparse.Namespace) -> Callable[[], Source]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    check_id("--id", args.id)
+    args.id = own_id("--id", args.id)
     if not 1 <= args.trials <= MAX_TRIALS:
         raise ConfigError(f"--trials {args.trials} is outside 1 to {MAX_TRIALS}: {TRIALS} is usual")
     if not 0.1 <= args.interval <= 3600.0:
