@@ -11,6 +11,8 @@ import contextlib
 import importlib.util
 import logging
 import math
+import os
+import sys
 import warnings
 import zlib
 from collections import OrderedDict
@@ -63,6 +65,9 @@ def check_sampler(name: str) -> str:
             "%s is not installed, so trials are chosen by --sampler tpe instead of gp", missing[0]
         )
         return TPE
+    if name == GP and "torch" not in sys.modules:
+        # Torch reads it when it is loaded. On 16 points more threads only wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     return name
 
 
