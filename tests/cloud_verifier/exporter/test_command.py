@@ -87,6 +87,7 @@ def test_a_broker_that_lets_nobody_in_ends_it_with_code_3(
 def test_exporter_and_live_view_need_no_torch() -> None:
     code = (
         "import sys, cloud_verifier.exporter.service, cloud_verifier.exporter.command; "
+        "import cloud_verifier.top.command, cloud_verifier.top.screen, cloud_verifier.top.sources; "
         "print([m for m in ('torch', 'transformers', 'llama_cpp', 'paho', 'optuna', 'scipy') "
         "if m in sys.modules])"
     )

@@ -94,7 +94,7 @@ def shown_by(table: FleetTable, now: float) -> float | None:
     return None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(worlds())
 def test_what_is_shown_never_grows_by_more_than_was_counted(
     world: tuple[list[tuple[float, Sent]], list[float], float],

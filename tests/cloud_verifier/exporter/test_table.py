@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.codec import encode
@@ -116,6 +116,21 @@ def test_nothing_that_comes_raises(topic: str, payload: bytes, retain: bool) -> 
     for where in (topic, telemetry_topic("d"), status_topic("d"), "pipesd/1/_verifiers/v/status"):
         fleet.table.receive(where, payload, retain, fleet.now, fleet.wall)
     series(fleet.text())
+    assert set(fleet.table.dropped) <= set(CAUSES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2_000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_message_with_broken_bytes_does_no_harm(breaks: list[tuple[int, int]]) -> None:
+    fleet = Fleet()
+    fleet.tell("other", full())
+    before = fleet.of("other")
+    payload = bytearray(encode(full("b1", 2)))
+    for place, value in breaks:
+        payload[place % len(payload)] = value
+    fleet.tell("d", bytes(payload))
+    assert fleet.of("other") == before
+    assert all(math.isfinite(value) for value in fleet.series().values())
     assert set(fleet.table.dropped) <= set(CAUSES)
 
 

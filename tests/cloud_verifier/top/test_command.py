@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -253,6 +254,17 @@ def test_it_goes_on_until_interrupted_and_tells_when_the_exporter_is_away() -> N
         site.close()
         assert terminal.shown.rstrip().endswith("\x1b[?1049l")  # the screen of before is back
         assert "Traceback" not in terminal.shown
+
+
+def test_a_broker_that_lets_nobody_in_ends_it(tmp_path: Path) -> None:
+    port = free_port()
+    lines = f"listener {port} 127.0.0.1\nallow_anonymous false\n"
+    with (
+        MosquittoBroker(tmp_path, config=lines, port=port) as closed,
+        Terminal("--broker", closed.url, "--interval", "0.1") as terminal,
+    ):
+        assert terminal.end() == 3
+    assert "no way into the broker" in terminal.shown
 
 
 def test_a_dumb_terminal_gets_one_look(exporter: FakeExporter) -> None:

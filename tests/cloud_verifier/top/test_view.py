@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import RemoteProtocolError
@@ -161,6 +161,7 @@ values = st.recursive(
 names = st.sampled_from(sorted({*device(), *counters(1)}))
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.dictionaries(
