@@ -105,7 +105,7 @@ class Database:
             from sqlalchemy import create_engine
         except ModuleNotFoundError as error:
             raise not_installed(error) from None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         options: dict[str, Any] = {"pool_pre_ping": not self._sqlite}
         if self._sqlite:
             options["connect_args"] = {"timeout": self._busy_s}
