@@ -31,6 +31,8 @@ class _Timed:
         self.eos_ids = target.eos_ids
         self.context = target.context
         self.max_slots = target.max_slots
+        self.block_tokens = target.block_tokens
+        self.total_blocks = target.total_blocks
         self.close = target.close
         self.wall_s = self.cpu_s = 0.0
         self._target = target

@@ -34,8 +34,6 @@ from edge_agent.bench.traces import Trace
 from edge_agent.core.policies import Policy
 
 VOCAB_HASH = "recorded"
-#: Tokens that a session may have; texts in these benchmarks are short.
-CONTEXT = 1024
 _VERIFIER = "virtual"
 #: Turns of the loop in one virtual second after which a run counts as endless.
 _MAX_TURNS = 200_000
@@ -90,7 +88,10 @@ class TableEngine:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What runs. ``delay_s``: one way, in seconds; ``verify``: where the policy does not say."""
+    """What runs. ``delay_s``: one way, in seconds; ``verify``: where the policy does not say.
+
+    ``memory``: of a real target, (block_tokens, total_blocks); None: as much as is wanted.
+    """
 
     texts: Sequence[Trace]
     policy: Policy
@@ -98,6 +99,8 @@ class Scene:
     verify: str = "auto"
     delay_s: float = 0.002
     limits: Limits = field(default_factory=Limits)
+    context: int = 512
+    memory: tuple[int, int] | None = None
     seed: int = 0
 
 
@@ -219,13 +222,16 @@ def run(
     clock = VirtualClock()
     broker = InMemoryBroker(clock, scene.seed, delay=(scene.delay_s, scene.delay_s))
     first = scene.texts[0]
+    block_tokens, total_blocks = scene.memory or (0, 0)
     config = VerifierConfig(
         verifier=_VERIFIER,
         vocab_size=first.vocab_size,
         vocab_hash=VOCAB_HASH,
-        context=CONTEXT,
+        context=scene.context,
         eos_ids=first.eos_ids,
         slots=scene.devices,
+        block_tokens=block_tokens,
+        total_blocks=total_blocks,
         max_sessions=2 * scene.devices,
         idle_ttl=math.inf,
         limits=scene.limits,

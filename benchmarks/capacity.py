@@ -41,20 +41,28 @@ MODES: dict[str, tuple[Callable[[], Policy], str]] = {
 }
 SIZES = (1, 2, 4, 8, 16)
 CHECKED = (1, 4, 8)
-MOST_SESSIONS = 512
+MOST_SESSIONS = 128
 CONTEXT = 512
 CHECK_S = 900.0
-#: A generation's time is known to one or two per cent; so is the number of sessions.
-WARM_S, MEASURED_S = 10.0, 50.0
+#: Virtual seconds that are measured: at least so many, and of few sessions several texts.
+LEAST_S, SESSION_S = 30.0, 160.0
 
 
 class Bench:
-    """Runs scenes and remembers them. ``delay_s``: of the link, one way."""
+    """Runs scenes and remembers them. ``delay_s``: of the link, one way; ``least_s``: measured."""
 
-    def __init__(self, texts: Sequence[Trace], times: ForwardTimes, delay_s: float) -> None:
+    def __init__(
+        self,
+        texts: Sequence[Trace],
+        times: ForwardTimes,
+        delay_s: float,
+        *,
+        least_s: float = LEAST_S,
+    ) -> None:
         self._texts = texts
         self._engine = _virtual.TableEngine(texts, times.seconds)
         self._delay_s = delay_s
+        self._least_s = least_s
         self._seen: dict[tuple[str, int], _virtual.Seen] = {}
         self.base_s = self.tpt_s("cloud", 1)
 
@@ -66,8 +74,9 @@ class Bench:
             scene = _virtual.Scene(
                 self._texts, policy(), sessions, verify=verify, delay_s=self._delay_s
             )
+            measured_s = self._least_s * max(1.0, SESSION_S / LEAST_S / sessions)
             self._seen[key] = _virtual.run(
-                scene, self._engine, warm_s=WARM_S, measured_s=MEASURED_S
+                scene, self._engine, warm_s=self._least_s / 3.0, measured_s=measured_s
             )
         return self._seen[key]
 

@@ -280,7 +280,8 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
         plain = PlainModel(args.pair, args.dtype) if args.engine == "torch" else None
         for drafts in (AT_HAND, IN_TIME) if args.drafts == BOTH else (args.drafts,):
             for sessions in sizes:
-                scene = scene_of(texts, sessions, drafts)
+                memory = target.block_tokens, target.total_blocks
+                scene = replace(scene_of(texts, sessions, drafts), context=CONTEXT, memory=memory)
                 what = f"{sessions} sessions, drafts {drafts}"
                 row = batched(Turns(target, plain), scene, args.seconds, what)
                 rows.append({"sessions": sessions, "drafts": drafts, **row})
