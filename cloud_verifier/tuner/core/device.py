@@ -47,8 +47,8 @@ WAITING, ASKING, APPLYING, MEASURING, SETTLED, PINNED, UNSUITED, AWAY = PHASES =
 )
 #: Those that take one of the places of a search.
 SEARCHING = (ASKING, APPLYING, MEASURING)
-#: Policies that ask by R1 and R2 as they are told. Others have rules of their own.
-TUNABLE = "pipesd"
+#: Policies that take thresholds from a config; "": not told. Others have rules of their own.
+TUNABLE = ("", "pipesd")
 
 #: A move of the link by less than this share of the TPT changes nothing that is worth a search.
 _LINK_SHARE = 0.05
@@ -124,7 +124,7 @@ class DeviceTuner:
         restarted = last is not None and not Meter(last).advance(reading)
         if last is not None and not restarted and reading.committed > last.committed:
             self._active_at = now
-        if not reading.policy.startswith(TUNABLE) and reading.policy:
+        if reading.policy not in TUNABLE:
             self._leave(UNSUITED, "policy")
             return
         if self.phase in (AWAY, UNSUITED):
