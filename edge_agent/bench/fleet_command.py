@@ -105,6 +105,11 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         "--max-sessions", type=int, metavar="N", help="of the verifier that is started (--fleet)"
     )
     fleet.add_argument(
+        "--metrics-url",
+        metavar="URL",
+        help="metrics page of the one verifier at --broker, which tells its batches",
+    )
+    fleet.add_argument(
         "--processes", type=int, metavar="P", help="processes for the devices (one per core)"
     )
     add_broker_flags(parser)
@@ -123,6 +128,8 @@ class FleetChoices:
             raise ConfigError("with --broker the verifier runs already: leave the target out")
         if given and args.scripted_target:
             raise ConfigError("--scripted-target stands alone: leave --pair and --target out")
+        if args.metrics_url is not None and not args.broker:
+            raise ConfigError("--metrics-url is of a verifier that runs already: give --broker too")
         self.real = bool(given)
         if self.real and args.traces is None:
             raise ConfigError(
@@ -250,6 +257,7 @@ def _thresholds(flag: str, own: Thresholds) -> Thresholds:
 def run_fleet(args: argparse.Namespace) -> int:
     """The command. Raises PipesdError, and Stopped after having shown what there is."""
     # Imported this late: they bring the MQTT client in.
+    from edge_agent.bench.fleet_metrics import counted, read_counters
     from edge_agent.bench.fleet_report import FleetProgress, as_json, lines
     from edge_agent.bench.fleet_run import FleetPlan, FleetRun
     from edge_agent.bench.fleet_station import (
@@ -307,9 +315,12 @@ def run_fleet(args: argparse.Namespace) -> int:
             "seed": args.seed,
             "verify": args.verify,
         }
+        metrics_url = (args.metrics_url or "") if station is None else station.metrics_url
+        counted_before = read_counters(metrics_url)
         before = usage_of(VERIFIER_WORDS), usage_of(BROKER_WORDS)
         outcome = FleetRun(plan, progress.show).run()
         progress.end()
+        counters: dict[str, Any] | None = counted(counted_before, read_counters(metrics_url))
         usage: dict[str, Usage | None] = {}
         for name, words, then in (
             ("verifier", VERIFIER_WORDS, before[0]),
@@ -323,7 +334,8 @@ def run_fleet(args: argparse.Namespace) -> int:
         if station is not None:
             watcher.stop()
             station.stop()
-    counters = None if station is None else station.counters
+    if station is not None and station.counters is not None:
+        counters = station.counters
     data = as_json(outcome, known, counters=counters, usage=usage)
     if chosen.out is not None:
         try:

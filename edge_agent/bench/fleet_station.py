@@ -18,6 +18,7 @@ from broker.mqtt import MqttTransport
 from broker.mqtt_settings import MqttSettings
 from broker.topics import VERIFIER_STATUS_ALL, parse_verifier_status_topic
 from broker.transport import ConnectionEvent, ConnectionState, Message
+from edge_agent.bench.fleet_metrics import free_port
 from edge_agent.bench.mosquitto import Mosquitto
 from edge_agent.children import Child
 
@@ -45,6 +46,7 @@ class FleetStation:
     """A broker and a verifier as child processes; use it as a context manager.
 
     ``module``: SCRIPTED or REAL, with ``flags`` of its own. ``note`` hears progress.
+    ``metrics_url``: where a REAL one tells its counters, a SCRIPTED one says them when it ends.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class FleetStation:
     ) -> None:
         self.verifier = f"fleet-{secrets.token_hex(3)}"
         self.counters: dict[str, Any] | None = None
+        self.metrics_url = ""
         self._kind = kind
         self._module = module
         self._flags = list(flags)
@@ -70,7 +73,11 @@ class FleetStation:
         mosquitto = self._kind == "mosquitto"
         self._broker = Mosquitto().start() if mosquitto else EmbeddedBroker().start()
         where = ["--broker", self._broker.url, "--id", self.verifier, "--until-eof"]
-        serve = ["serve"] if self._module == REAL else []
+        serve = []
+        if self._module == REAL:
+            port = free_port()
+            self.metrics_url = f"http://127.0.0.1:{port}/metrics"
+            serve = ["serve", "--metrics-port", str(port)]
         self._child = Child(
             self._module,
             [*serve, *where, *self._flags],
