@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-LONG = ("autotuner", "chaos", "churn", "tuning_live")
+LONG = ("autotuner", "capacity", "chaos", "churn", "throughput", "tuning_live")
 
 
 def names() -> list[str]:
