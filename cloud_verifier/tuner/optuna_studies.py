@@ -30,6 +30,7 @@ from cloud_verifier.tuner.core.space import (
     to_search,
 )
 from cloud_verifier.tuner.core.studies import (
+    AGAIN_WEIGHT,
     BUDGET,
     MAX_FAILED,
     Told,
@@ -114,13 +115,13 @@ class OptunaStudies:
             best = Choice(order[0][1], order[0][0], len(told)) if order else None
             if len(told) >= budget or failed >= MAX_FAILED * budget:
                 return best or Choice(DEFAULT, 0.0, 0)
-            pair: Pair | None = None
+            pair, weight = None, 1
             if len(told) < len(first):
                 pair = first[len(told)]
             elif len(told) >= budget - again(budget):
-                pair = next_again(told, order, budget)
+                pair, weight = next_again(told, order, budget), AGAIN_WEIGHT
             number, found = self._next(study, pair)
-            return Proposal(number, found, len(told) + 1, budget, best)
+            return Proposal(number, found, len(told) + 1, budget, best, weight)
 
     def tell(
         self, device: str, campaign: int, number: int, tpt: float, tokens: float, *, early: bool
@@ -306,6 +307,7 @@ def _told(trial: optuna.trial.FrozenTrial) -> Told:
     try:
         pair = Pair(trial.user_attrs["r1"], trial.user_attrs["r2"])
         tpt = float(trial.user_attrs["tpt"])
+        tokens = float(trial.user_attrs["tokens"])
     except (KeyError, TypeError, ValueError, LocalProtocolError):
         raise StudyError(f"trial {trial.number} of a study is broken: tune reset it") from None
-    return Told(pair, tpt)
+    return Told(pair, tpt, tokens)

@@ -81,7 +81,7 @@ class Choice:
 class Proposal:
     """A trial to make: ``pair``, the study's ``number`` of it, the ``index``-th of ``budget``.
 
-    ``best``: so far, None at first.
+    ``best``: so far, None at first. ``weight``: times the usual tokens to measure it over.
     """
 
     number: int
@@ -89,6 +89,7 @@ class Proposal:
     index: int
     budget: int
     best: Choice | None = None
+    weight: int = 1
 
 
 @dataclass(frozen=True, slots=True)

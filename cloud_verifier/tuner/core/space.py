@@ -14,9 +14,11 @@ from broker.errors import LocalProtocolError
 
 #: Nothing outside is ever published: 0 would turn a rule off, 1 asks after every token.
 LEAST, MOST = 0.001, 0.999
-#: What a search moves between, of R2 and of the share R1 / R2.
+#: What a search moves between, of R2 and of the share R1 / R2. With an R1 below the least the
+#: sequence rule hardly ever fires before the draft window is full.
 R2_BOUNDS = (0.02, 0.98)
 SHARE_BOUNDS = (0.02, 1.0)
+LEAST_R1 = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def clamp(r1: float, r2: float) -> Pair:
 
 def from_share(r2: float, share: float) -> Pair:
     """The pair at a point of the search."""
-    return clamp(share * r2, r2)
+    return clamp(max(LEAST_R1, share * r2), r2)
 
 
 def to_search(pair: Pair) -> tuple[float, float]:

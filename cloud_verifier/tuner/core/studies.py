@@ -20,21 +20,25 @@ from cloud_verifier.tuner.core.space import DEFAULT, Pair, to_search
 BUDGET, BUDGET_WITH_PRIOR = 16, 8
 #: Pairs of the class that are tried.
 MAX_PRIOR = 3
-#: Share of the trials that measure the leaders again.
-_AGAIN = 0.25
+#: Trials that measure the leaders again: this share and one more, each over so many times the
+#: tokens. The users have good pairs meanwhile.
+_AGAIN = 0.2
+AGAIN_WEIGHT = 4
 #: So many failed trials for each of the budget end a search with what it has.
 MAX_FAILED = 3
-#: How far two points of the search are alike, and the variance of log TPT that is taken for noise.
-_REACH = 0.25
-_NOISE, _SIGNAL = 0.15**2, 0.3**2
+#: How far two points of the search are alike, the spread of log TPT over pairs, and what chance
+#: makes of it over NOISE_TOKENS tokens; by replays, see docs/tuning.md.
+_REACH, _SIGNAL = 0.4, 0.3**2
+_NOISE, _NOISE_TOKENS = 0.12**2, 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A finished trial."""
+    """A finished trial: seconds per token over ``tokens`` of them."""
 
     pair: Pair
     tpt: float
+    tokens: float = 50.0
 
 
 def first_pairs(prior: Sequence[Pair]) -> list[Pair]:
@@ -59,14 +63,14 @@ def budget_for(trials: int, with_prior: bool) -> int:
 
 def again(budget: int) -> int:
     """Trials at the end of a search that measure its leaders again."""
-    return round(budget * _AGAIN) if budget >= 4 else 0
+    return round(budget * _AGAIN) + 1 if budget >= 4 else 0
 
 
 def next_again(
     told: Sequence[Told], order: Sequence[tuple[float, Pair]], budget: int
 ) -> Pair | None:
     """Which of the leaders to measure once more: of the few first the one measured least."""
-    few = [pair for _, pair in order[: max(2, again(budget) // 2)]]
+    few = [pair for _, pair in order[: max(2, again(budget) - 1)]]
     if not few:
         return None
     return min(few, key=lambda pair: sum(one.pair == pair for one in told))
@@ -84,8 +88,8 @@ def leaders(told: Sequence[Told]) -> list[tuple[float, Pair]]:
     points = [to_search(one.pair) for one in told]
     mean = sum(values) / len(values)
     gram = [[_kernel(a, b) for b in points] for a in points]
-    for index, row in enumerate(gram):
-        row[index] += _NOISE
+    for index, one in enumerate(told):
+        gram[index][index] += _NOISE * _NOISE_TOKENS / max(one.tokens, 1.0)
     weights = _solve(gram, [value - mean for value in values])
     distinct: dict[Pair, tuple[float, float]] = {}
     for one, point in zip(told, points, strict=True):

@@ -42,10 +42,11 @@ class Trial:
     def measured(self, settings: TunerSettings, now: float) -> bool:
         """Whether it was measured for long enough to be told."""
         meter = self.meter
-        if meter is None or meter.tokens < settings.min_tokens:
+        wanted = settings.min_tokens * self.proposal.weight
+        if meter is None or meter.tokens < wanted:
             return False
         whole = meter.generations >= settings.min_generations
-        whole = whole or meter.tokens >= _ENDLESS * settings.min_tokens
+        whole = whole or meter.tokens >= _ENDLESS * wanted
         return whole and now - self.since >= settings.min_seconds
 
     def surely_bad(self, settings: TunerSettings, best: float) -> bool:

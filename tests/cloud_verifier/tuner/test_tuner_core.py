@@ -52,7 +52,7 @@ def test_no_threshold_that_is_no_number() -> None:
         clamp(math.nan, 0.5)
 
 
-@given(st.floats(0.02, 0.98), st.floats(0.02, 1.0))
+@given(st.floats(0.1, 0.98), st.floats(0.2, 1.0))
 def test_a_point_of_the_search_and_back(r2, share) -> None:
     pair = from_share(r2, share)
     back = from_share(*to_search(pair))
@@ -185,7 +185,7 @@ def test_a_search_begins_with_the_default_and_what_the_class_found() -> None:
 
 def test_budgets() -> None:
     assert (budget_for(16, False), budget_for(16, True), budget_for(1, True)) == (16, 8, 1)
-    assert 0 == again(3) < again(8) < again(16) < 8
+    assert (again(3), again(8), again(16)) == (0, 3, 4)
 
 
 @given(
