@@ -100,6 +100,13 @@ class EmulatedLink:
         """End every connection now, and turn new ones away for ``for_s`` seconds."""
         self._call(lambda _: self._cut(for_s))
 
+    def become(self, link: Link, seed: int = 0) -> None:
+        """The device is in another network: its connections end, and what follows meets ``link``.
+
+        A schedule of cuts that ``link`` may have is left out.
+        """
+        self._call(lambda _: self._become(link, seed))
+
     def passages_up(self) -> list[Passage]:
         """The uplink messages that arrived, oldest first; a bounded log."""
         return self._books.copy_of(self._books.up)
@@ -175,6 +182,10 @@ class EmulatedLink:
         self._model.cut(self.clock.now(), for_s)
         for crossing in list(self._crossings):
             crossing.abort()
+
+    def _become(self, link: Link, seed: int) -> None:
+        self._cut(0.0)
+        self._model = LinkModel(link, seed=seed, start=self.clock.now())
 
     def _accept(self) -> asyncio.Protocol:
         crossing = Crossing(
