@@ -5,6 +5,8 @@ WHEELS := .wheels
 BIN := $(VENV)/bin
 READY := $(VENV)/.pipesd-installed
 ARGS ?=
+# Test files run side by side; each worker holds models of its own (some 2 GB).
+JOBS ?= 2
 export PYTHON TORCH_INDEX CMAKE_ARGS
 
 .PHONY: help demo test check format models bench install clean distclean
@@ -21,6 +23,7 @@ help:
 	@echo "make clean      remove $(VENV), caches and build output; make distclean also $(WHEELS)"
 	@echo
 	@echo "ARGS='...' is passed on: make demo ARGS='--max-tokens 32', make test ARGS='-k noise'."
+	@echo "JOBS=4 runs more test files side by side (2); JOBS=0 all in one process, for a debugger."
 	@echo "PYTHON=python3.12 picks the interpreter of a new $(VENV), TORCH_INDEX=URL where torch"
 	@echo "comes from, CMAKE_ARGS=-DGGML_CUDA=on how llama-cpp-python is built."
 
@@ -48,7 +51,7 @@ format: $(READY)
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 test: check models
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks $(ARGS)
