@@ -26,7 +26,7 @@ from cloud_verifier.tuner.core.space import (
     R2_BOUNDS,
     SHARE_BOUNDS,
     Pair,
-    from_share,
+    from_search,
     to_search,
 )
 from cloud_verifier.tuner.core.studies import (
@@ -187,12 +187,15 @@ class OptunaStudies:
 
         if pair is not None:
             r2, share = to_search(pair)
-            study.enqueue_trial({"r2": r2, "share": share})
+            study.enqueue_trial({"root_r2": r2, "root_share": share})
         trial = study.ask(
-            {"r2": FloatDistribution(*R2_BOUNDS), "share": FloatDistribution(*SHARE_BOUNDS)}
+            {
+                "root_r2": FloatDistribution(*R2_BOUNDS),
+                "root_share": FloatDistribution(*SHARE_BOUNDS),
+            }
         )
         # Rounded: what a device reports and what an operator reads is this pair.
-        found = from_share(trial.params["r2"], trial.params["share"])
+        found = from_search(trial.params["root_r2"], trial.params["root_share"])
         found = Pair(max(0.001, round(found.r1, 4)), round(found.r2, 4))
         trial.set_user_attr("r1", found.r1)
         trial.set_user_attr("r2", found.r2)

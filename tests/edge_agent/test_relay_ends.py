@@ -56,6 +56,17 @@ def test_the_end_of_either_side_reaches_the_other(dial: Dial) -> None:
     server.close()
 
 
+def test_in_another_network_connections_end_and_new_ones_meet_its_link(
+    echo: Echo, dial: Dial
+) -> None:
+    with EmulatedLink("127.0.0.1", echo.port, Link()) as relay:
+        old = dial(relay)
+        assert statistics.median(round_trips(old, MESSAGE, 5)) < 0.15
+        relay.become(Link(delay_s=0.1))
+        assert ended(old)
+        assert min(round_trips(dial(relay), MESSAGE, 3)) >= 0.2
+
+
 def test_a_peer_that_says_its_end_and_then_resets_is_no_error_of_the_relay(dial: Dial) -> None:
     """As a broker does that is killed while the agent's last bytes are under way."""
     server = Echo(silent=True)

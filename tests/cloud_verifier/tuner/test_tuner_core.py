@@ -18,7 +18,7 @@ from cloud_verifier.tuner.core.space import (
     MOST,
     Pair,
     clamp,
-    from_share,
+    from_search,
     to_search,
 )
 from cloud_verifier.tuner.core.studies import (
@@ -52,17 +52,17 @@ def test_no_threshold_that_is_no_number() -> None:
         clamp(math.nan, 0.5)
 
 
-@given(st.floats(0.1, 0.98), st.floats(0.2, 1.0))
+@given(st.floats(0.4, 0.98), st.floats(0.4, 1.0))
 def test_a_point_of_the_search_and_back(r2, share) -> None:
-    pair = from_share(r2, share)
-    back = from_share(*to_search(pair))
+    pair = from_search(r2, share)
+    back = from_search(*to_search(pair))
     assert back.r1 == pytest.approx(pair.r1, abs=0.002)
     assert back.r2 == pytest.approx(pair.r2, abs=0.002)
 
 
 def test_where_the_token_rule_never_decides_only_r1_counts() -> None:
     # C <= P, so with R1 >= R2 whatever R2 would catch R1 has caught.
-    assert to_search(Pair(0.6, 0.3)) == to_search(Pair(0.6, 0.6)) == (0.6, 1.0)
+    assert to_search(Pair(0.6, 0.3)) == to_search(Pair(0.6, 0.6)) == (math.sqrt(0.6), 1.0)
     assert to_search(Pair(0.3, 0.6))[1] < 1.0
 
 
@@ -196,7 +196,7 @@ def test_budgets() -> None:
     )
 )
 def test_leaders_are_the_pairs_that_were_told(points) -> None:
-    told = [Told(from_share(r2, share), tpt) for r2, share, tpt in points]
+    told = [Told(from_search(r2, share), tpt) for r2, share, tpt in points]
     order = leaders(told)
     assert {pair for _, pair in order} == {one.pair for one in told}
     assert all(tpt > 0.0 and math.isfinite(tpt) for tpt, _ in order)
@@ -249,14 +249,14 @@ def test_no_trial_is_judged_by_fewer_tokens_than_wanted() -> None:
 
 def test_a_clearly_bad_trial_is_dropped_early_and_told() -> None:
     def cliff(pair: Pair) -> float:
-        return 0.1 if pair.r1 < 0.36 else 1.5
+        return 0.1 if pair.r2 < 0.45 else 1.5
 
     world = World(Device("a", cliff), min_tokens=200)
     world.until(world.settled, 4 * 3600)
     assert world.core.stats["early"] > 0
     early = [key for key, how in world.studies.ended.items() if how == "early"]
     for _, _, number in early:
-        assert world.studies.asked["a", 1][number].pair.r1 >= 0.36
+        assert world.studies.asked["a", 1][number].pair.r2 >= 0.45
     # 200 tokens at 1.5 s would be 300 s; 20 and a bit of certainty are a fraction of it.
     assert world.clock.now() < 16 * 100
 

@@ -14,7 +14,7 @@ from broker.errors import TransportError
 from cloud_verifier.tuner.core.fleet import TunerCore
 from cloud_verifier.tuner.core.messages import Choice, Proposal, Record, TunerSettings
 from cloud_verifier.tuner.core.readings import Reading
-from cloud_verifier.tuner.core.space import DEFAULT, Pair, from_share
+from cloud_verifier.tuner.core.space import DEFAULT, Pair, from_search
 from cloud_verifier.tuner.core.studies import Told, again, first_pairs, leaders, next_again
 from cloud_verifier.tuner.database import StudyError
 from cloud_verifier.tuner.registry import Row
@@ -117,7 +117,7 @@ class MemoryStudies:
         elif len(told) >= self.trials - again(self.trials):
             pair = next_again(told, order, self.trials)
         else:
-            pair = from_share(self._draw.uniform(0.02, 0.98), self._draw.uniform(0.02, 1.0))
+            pair = from_search(self._draw.uniform(0.02, 0.98), self._draw.uniform(0.02, 1.0))
         assert pair is not None
         proposal = Proposal(len(asked), pair, len(told) + 1, self.trials, best)
         asked.append(proposal)
