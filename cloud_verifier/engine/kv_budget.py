@@ -80,4 +80,10 @@ def blocks_for(
             f"--kv-budget {format_size(budget)} holds no session of the whole context: give "
             f"{format_size(context_blocks * block_bytes)} at least, or a smaller --context"
         )
-    return min(most, budget // block_bytes)
+    taken = min(most, budget // block_bytes)
+    if available is not None and taken * block_bytes > available:
+        raise ConfigError(
+            f"--kv-budget {format_size(budget)} takes {format_size(taken * block_bytes)} where "
+            f"{format_size(available)} are available: lower it"
+        )
+    return taken

@@ -67,3 +67,10 @@ def test_without_a_budget_half_of_what_is_available_is_taken_at_most() -> None:
     assert blocks(None, 10**6) == 40
     assert blocks(None, 5000) == 25
     assert blocks(None, 100) == 10, "one context in any case"
+
+
+def test_a_budget_beyond_what_is_available_is_refused() -> None:
+    assert blocks(4000, 4000) == 40
+    assert blocks(10**9, 4000) == 40, "no more than the slots can use is taken"
+    with pytest.raises(ConfigError, match=r"--kv-budget 4K takes 4K where 4K are available"):
+        blocks(4000, 3999)
