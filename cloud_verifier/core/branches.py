@@ -63,7 +63,7 @@ class Branches:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._branches: list[Branch] = []
+        self._branches: dict[Branch, None] = {}  # in their order; one of many is found at once
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -78,13 +78,13 @@ class Branches:
         """Take ``branch`` in; False when it is here already or there is no room for it."""
         if branch in self._branches or self._tokens + len(branch.tokens) > self._limit:
             return False
-        self._branches.append(branch)
+        self._branches[branch] = None
         self._tokens += len(branch.tokens)
         return True
 
     def pass_by(self, committed: int) -> None:
         """``committed`` tokens are final, and they went along the chain."""
-        self._branches = [branch for branch in self._branches if branch.fork >= committed]
+        self._branches = {each: None for each in self._branches if each.fork >= committed}
         self._tokens = sum(len(branch.tokens) for branch in self._branches)
 
     def beside(self, judged: int, committed: int, depth: int, room: int) -> Nodes:

@@ -46,8 +46,11 @@ class Memory:
 
         One that wants a verdict may take the slot of another, see ``next_batch``.
         """
-        may_take = session.triggered
-        place = self.slots.acquire(session, lambda other: may_take and other not in seated)
+        if not session.triggered or len(seated) >= self.slots.size:
+            # Nobody gives one up for it; asking all of them for each such session would take long.
+            place = self.slots.acquire(session, None)
+        else:
+            place = self.slots.acquire(session, lambda other: other not in seated)
         if place is None:
             return None
         slot, loser = place

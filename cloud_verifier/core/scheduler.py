@@ -6,7 +6,7 @@ others, so that a newcomer does not stop everybody.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from cloud_verifier.core.memory import Memory
@@ -25,6 +25,11 @@ class Limits:
     prefill_tokens: int = 256
     unasked_tokens: int = 32
 
+    @property
+    def all_prefills(self) -> int:
+        """Tokens of all prefills together while other sessions are under way."""
+        return max(1, self.prefill_tokens, self.forward_tokens // 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -36,7 +41,7 @@ class Seat:
     blocks: tuple[int, ...] = ()
 
 
-def next_batch(sessions: Iterable[VerifierSession], memory: Memory, limits: Limits) -> list[Seat]:
+def next_batch(sessions: Collection[VerifierSession], memory: Memory, limits: Limits) -> list[Seat]:
     """The seats of the next forward; empty when there is nothing to do.
 
     A session without a slot takes a free one. One that wants a verdict may also take that of the
@@ -48,6 +53,9 @@ def next_batch(sessions: Iterable[VerifierSession], memory: Memory, limits: Limi
     The same holds for blocks. Who gets fewer than its work needs does a smaller piece of it, so
     that the session that waits longest always comes on. Of several that would compute the same
     block of a common beginning one does; the others take it over in the next forward.
+
+    When many newcomers come at once, as from a replica that died, half of a forward is theirs, so
+    that no session that writes already waits for all of them.
     """
     ready = [session for session in sessions if session.has_work]
     ready.sort(key=lambda session: (not session.triggered, session.waiting_since))
@@ -55,13 +63,15 @@ def next_batch(sessions: Iterable[VerifierSession], memory: Memory, limits: Limi
     seated: set[VerifierSession] = set()
     coming: set[Hashable] = set()  # blocks of common beginnings that this forward computes
     room = limits.forward_tokens
+    under_way = any(not session.behind and session.finish is None for session in sessions)
+    prefill = limits.all_prefills if under_way else room
     awaited = bool(ready) and ready[0].triggered
     spare = 0 if awaited else limits.unasked_tokens
     for session in ready:
         if room < 1:
             break
         unasked = session.wants_choice and not session.triggered
-        if unasked and spare < 1:
+        if (unasked and spare < 1) or (session.behind and prefill < 1):
             continue
         slot = memory.enter(session, seated)
         if slot is None:
@@ -71,6 +81,7 @@ def next_batch(sessions: Iterable[VerifierSession], memory: Memory, limits: Limi
         if block in coming:
             continue
         most = min(room, max(limits.prefill_tokens, 1))
+        most = min(most, prefill) if session.behind else most
         most = memory.room(session, seated, min(most, spare) if unasked else most)
         plan = session.plan(most) if most > 0 else None
         if plan is None:
@@ -83,4 +94,5 @@ def next_batch(sessions: Iterable[VerifierSession], memory: Memory, limits: Limi
         seated.add(session)
         seats.append(Seat(session, slot, plan, blocks))
         room -= len(plan.tokens)
+        prefill -= len(plan.tokens) - plan.choices
     return seats

@@ -148,9 +148,14 @@ class VerifierSession:
         return self.eager and bool(self._pending)
 
     @property
+    def behind(self) -> bool:
+        """Whether more than the last committed token must be run before a choice."""
+        return self.cached < self.length - 1
+
+    @property
     def has_work(self) -> bool:
         """Whether a forward could do anything for this session now."""
-        return self.finish is None and (self.wants_choice or self.cached < self.length - 1)
+        return self.finish is None and (self.wants_choice or self.behind)
 
     def plan(self, budget: int) -> Plan | None:
         """The next piece of work of at most ``budget`` tokens (at least 1); None without any."""

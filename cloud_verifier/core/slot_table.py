@@ -37,11 +37,12 @@ class SlotTable(Generic[Owner]):
         return next((owner for owner, held in self._owners.items() if held == slot), None)
 
     def acquire(
-        self, owner: Owner, may_evict: Callable[[Owner], bool]
+        self, owner: Owner, may_evict: Callable[[Owner], bool] | None
     ) -> tuple[int, Owner | None] | None:
         """A slot for ``owner``, and whose it was if one had to give it up.
 
-        None when every slot belongs to an owner for whom ``may_evict`` is false.
+        None when every slot belongs to an owner for whom ``may_evict`` is false; nobody is asked
+        without ``may_evict``.
         """
         slot = self.get(owner)
         if slot is not None:
@@ -50,7 +51,7 @@ class SlotTable(Generic[Owner]):
         if self._free:
             slot = self._free.pop()
         else:
-            loser = self.evict(may_evict)
+            loser = None if may_evict is None else self.evict(may_evict)
             if loser is None:
                 return None
             slot = self._free.pop()

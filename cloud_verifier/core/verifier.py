@@ -7,7 +7,7 @@ The driver feeds decoded messages in and publishes what ``messages_to_send`` ret
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -97,7 +97,8 @@ class VerifierCore:
     def __init__(self, config: VerifierConfig) -> None:
         self.config = config
         self.stats = VerifierStats()
-        self.sessions: dict[SessionKey, VerifierSession] = {}
+        # The one that was heard longest ago comes first: drivers ask for timers at every forward.
+        self.sessions: OrderedDict[SessionKey, VerifierSession] = OrderedDict()
         self.slots: SlotTable[VerifierSession] = SlotTable(config.slots)
         total = config.total_blocks if config.block_tokens else config.slots
         self.blocks: BlockTable[VerifierSession] = BlockTable(
@@ -136,6 +137,7 @@ class VerifierCore:
             self.stats.closed += 1
             self._forget(key)
             return
+        self.sessions.move_to_end(key)
         self._dirty[key] = None
 
     def messages_to_send(self, now: float) -> list[Outgoing]:  # noqa: ARG002 (the cores' surface)
@@ -172,6 +174,7 @@ class VerifierCore:
                 return
             held = self._take(key, opened, now)
         held.last_seen = now
+        self.sessions.move_to_end(key)
         self._say(key, Accepted(held.attach, self.config.verifier, self.config.context, held.limit))
 
     def _refusal(self, key: SessionKey, opened: SessionOpen) -> Refused | None:
@@ -307,12 +310,11 @@ class VerifierCore:
 
     def get_timer(self) -> float | None:
         """When the longest idle session expires; None without sessions."""
-        seen = min((held.last_seen for held in self.sessions.values()), default=None)
-        return None if seen is None else seen + self.config.idle_ttl
+        first = next(iter(self.sessions.values()), None)
+        return None if first is None else first.last_seen + self.config.idle_ttl
 
     def handle_timer(self, now: float) -> None:
         """Forget sessions from which nothing came for ``idle_ttl``; they may open again."""
-        for key, held in list(self.sessions.items()):
-            if now >= held.last_seen + self.config.idle_ttl:
-                self.stats.expired += 1
-                self._forget(key)
+        while (due := self.get_timer()) is not None and now >= due:
+            self.stats.expired += 1
+            self._forget(next(iter(self.sessions)))
