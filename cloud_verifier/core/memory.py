@@ -20,7 +20,8 @@ class Memory:
     """What sessions need of the engine: a slot each, and blocks for what they hold there.
 
     Who may read what was written: a block is remembered for others by ``settle`` only, after the
-    forward that filled it, when it is full of prompt and committed tokens that lie in their place.
+    forward that filled it, when it is full of prompt and committed tokens that lie in their place,
+    none of which was computed in or behind a tree: those differ from a chain's by a rounding.
     Nothing is written to it any more then (``BlockTable.resume``). Blocks that a running forward
     writes cannot become another's before it ends, since only planning the next one gives any.
     """
@@ -38,6 +39,7 @@ class Memory:
 
     def hand_over(self, old: VerifierSession, new: VerifierSession) -> None:
         """``new`` takes slot and blocks of ``old``, contents and all."""
+        new.tree_from = old.tree_from
         self.slots.hand_over(old, new)
         self.blocks.hand_over(old, new)
 
@@ -74,6 +76,12 @@ class Memory:
         settled, held = session.settled, session.cached
         if settled < held:
             held = plan.keep + len(plan.tokens)  # the accepted path lies anywhere in its tree
+        if session.tree_from is not None and plan.keep <= session.tree_from:
+            session.tree_from = None  # that was forgotten, or rejected
+        if plan.parents is not None and session.tree_from is None:
+            session.tree_from = plan.keep + len(plan.tokens) - len(plan.parents)
+        if session.tree_from is not None:
+            settled = min(settled, session.tree_from)
         self.blocks.note(session, settled, session.text, held)
         self.count()
 

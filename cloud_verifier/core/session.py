@@ -94,6 +94,7 @@ class VerifierSession:
         self.stream = opened.verify == VERIFY_STREAM
         self.finish: str | None = None
         self.cached = 0  # valid tokens of this session in its slot; 0 after an eviction
+        self.tree_from: int | None = None  # where the first of them stands that a tree brought
         self.last_seen = now
         self.waiting_since = now  # for the scheduler: oldest first
         self._context = context
@@ -212,6 +213,7 @@ class VerifierSession:
     def lose_cache(self) -> None:
         """The slot is another's now, or what it holds is spoilt."""
         self.cached = 0
+        self.tree_from = None
         self._path = ()
 
     def prefilled(self, plan: Plan) -> None:

@@ -193,16 +193,18 @@ class _Tile(NamedTuple):
 class _Course(NamedTuple):
     """A session's pieces, and where the keys of all of them lie: ``runs`` of memory.
 
-    The pieces' ``key_start`` counts from the first of those keys.
+    The pieces' ``key_start`` counts from the first of those keys; without runs the keys follow each
+    other, and it is a place in memory.
     """
 
     runs: list[tuple[int, int]]
     tiles: list[_Tile]
 
     def read(self, stored: Tensor) -> Tensor:
-        """The keys (or values) that are needed: a view where they lie in one run, else a copy."""
-        parts = [stored.narrow(2, start, count) for start, count in self.runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        """Memory itself, or a copy of the keys (or values) that are needed in their order."""
+        if not self.runs:
+            return stored
+        return torch.cat([stored.narrow(2, start, count) for start, count in self.runs], dim=2)
 
 
 @dataclass(slots=True)
@@ -245,10 +247,11 @@ class Step:
         tiles = [self._tile(segment, piece, layer) for piece in _cut_segment(segment, layer.groups)]
         first = min(tile.key_start for tile in tiles)
         end = max(tile.key_start + tile.keys for tile in tiles)
-        return _Course(
-            segment.runs(first, end),
-            [tile._replace(key_start=tile.key_start - first) for tile in tiles],
-        )
+        runs = segment.runs(first, end)
+        if len(runs) == 1:
+            first -= runs[0][0]
+            runs = []
+        return _Course(runs, [tile._replace(key_start=tile.key_start - first) for tile in tiles])
 
     def _tile(self, segment: Segment, piece: _Piece, layer: Layer) -> _Tile:
         if segment.parents:

@@ -290,3 +290,31 @@ def test_every_session_reads_its_own_text(seed: int, total: int, slots: int) -> 
     assert all(not held.triggered for held in world.core.sessions.values()), "somebody starves"
     world.core.drain()
     assert world.core.blocks.available == total
+
+
+@pytest.mark.parametrize(("tree", "shared"), [(False, 56), (True, 40)])
+def test_what_was_computed_in_or_behind_a_tree_is_not_shared(tree: bool, shared: int) -> None:
+    """It differs by a rounding, which is no business of other sessions."""
+    world = World(0, 24, 2)
+    prompt = HEAD[:43]
+    text = (*prompt, *continuation(prompt, 18))
+
+    def open_and_ask(device: str, known: int, drafts: int) -> None:
+        opened = SessionOpen(1, text[:known], (), GREEDY, 40, world.target.vocab_hash)
+        world.core.receive(device, "s", opened, world.now)
+        tokens, parents = text[known : known + drafts], None
+        if tree:
+            tokens, parents = (*tokens, 99), (*range(-1, drafts - 1), -1)
+        batch = DraftBatch(1, 1, 0, tokens, parents, True)
+        world.core.receive(device, "s", batch, world.now)
+        while world.run():
+            pass
+
+    open_and_ask("a", 43, 8)
+    world.core.receive("a", "s", DraftBatch(1, 1, 9, text[52:61], None, True), world.now)
+    while world.run():
+        pass
+    assert world.core.stats.shared_tokens == 0
+    open_and_ask("b", 60, 1)
+    assert world.core.stats.shared_tokens == shared
+    assert world.core.stats.shared_blocks == shared // SIZE
