@@ -108,6 +108,7 @@ class VerifierCore:
         self._memory = Memory(self.slots, self.blocks, self.stats)
         self._keys: dict[VerifierSession, SessionKey] = {}
         self._devices: Counter[str] = Counter()  # sessions of each device that has some
+        self._over: dict[SessionKey, None] = {}  # sessions whose text is finished, in that order
         self._outbox: list[Outgoing] = []
         self._running: Forward | None = None
         self._dirty: dict[SessionKey, None] = {}  # sessions that may have something to send
@@ -166,6 +167,8 @@ class VerifierCore:
             self.stats.stale_attach += 1
             return
         if held is None or opened.attach > held.attach:
+            if held is None and len(self.sessions) >= self.config.max_sessions:
+                self._make_room(now)
             refusal = self._refusal(key, opened)
             if refusal is not None:
                 self.stats.refusals += 1
@@ -176,6 +179,20 @@ class VerifierCore:
         held.last_seen = now
         self.sessions.move_to_end(key)
         self._say(key, Accepted(held.attach, self.config.verifier, self.config.context, held.limit))
+
+    def _make_room(self, now: float) -> None:
+        """Forget the session that is over for longest, whose device had time to say so.
+
+        What devices closed while the broker or this replica was away would else keep its place for
+        ``idle_ttl``, and newcomers outside.
+        """
+        key = next(iter(self._over), None)
+        held = None if key is None else self.sessions.get(key)
+        if key is None or held is None:
+            return
+        if now >= max(held.last_seen, held.waiting_since) + self.config.busy_retry:
+            self.stats.expired += 1
+            self._forget(key)
 
     def _refusal(self, key: SessionKey, opened: SessionOpen) -> Refused | None:
         config = self.config
@@ -222,6 +239,7 @@ class VerifierCore:
                     session.cached = min(session.cached, seat.plan.keep)
             self._memory.hand_over(old, session)
             del self._keys[old]
+            self._over.pop(key, None)
         else:
             self._devices[key.device] += 1
         self.sessions[key] = session
@@ -233,6 +251,7 @@ class VerifierCore:
         if held is not None:
             self._memory.release(held, remember=remember)
             del self._keys[held]
+            self._over.pop(key, None)
             self._devices[key.device] -= 1
             if not self._devices[key.device]:
                 del self._devices[key.device]
@@ -292,6 +311,7 @@ class VerifierCore:
         self._memory.settle(session, seat.plan)
         if session.finish is not None:
             self._memory.release(session)
+            self._over[key] = None
 
     def forward_failed(self, forward: Forward) -> None:
         """The target failed on this batch: its sessions are handed back and their slots freed."""

@@ -83,6 +83,39 @@ def test_a_full_house_refuses_for_now_but_keeps_its_own() -> None:
     assert hand.told_of(Accepted) == [("c", Accepted(2, "v1", 300, 50))]
 
 
+def test_what_is_over_and_was_never_closed_makes_room_for_newcomers() -> None:
+    """Its Close was lost, as while the broker was away; the next one need not wait for its end."""
+    hand = attached("a", max_sessions=2, busy_retry=3.0)
+    hand.open("b", max_tokens=1)
+    hand.ask("b")
+    hand.run()
+    assert hand.held("b").finish is not None
+    hand.told()
+    hand.now += 2.0
+    hand.open("c")
+    assert len(hand.told_of(Refused)) == 1, "its device may still ask for the last verdict"
+    hand.now += 2.0
+    hand.open("c")
+    assert len(hand.told_of(Accepted)) == 1
+    assert sorted(key.device for key in hand.core.sessions) == ["a", "c"]
+    assert hand.core.stats.expired == 1
+    hand.now += 10.0
+    hand.open("d")
+    assert len(hand.told_of(Refused)) == 1, "who writes keeps its place"
+
+
+def test_a_finished_session_that_opens_again_keeps_its_place() -> None:
+    hand = attached("a", max_sessions=2, busy_retry=3.0)
+    hand.open("b", max_tokens=1)
+    hand.ask("b")
+    hand.run()
+    hand.open("b", attach=2, max_tokens=40)
+    hand.now += 10.0
+    hand.open("c")
+    assert len(hand.told_of(Refused)) == 1
+    assert hand.core.stats.expired == 0
+
+
 def test_a_device_with_too_many_sessions_is_told_to_come_back() -> None:
     hand = Hand(max_sessions_per_device=2)
     for session in "abc":
