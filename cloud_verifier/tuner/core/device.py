@@ -219,6 +219,9 @@ class DeviceTuner:
                 self._wait(now)
         if record.pin != known.pin and self.phase not in (AWAY, UNSUITED):
             self._abandon("pinned")
+            # What was watched before the pin is too long ago. (After a silence it is not: a device
+            # that changed its network comes back from one.)
+            self._tpt_drift, self._link_drift = self._new_drift(), self._new_drift()
             self._return(now)
 
     def lost(self) -> None:
@@ -365,14 +368,15 @@ class DeviceTuner:
             return
         window = self._window
         window.advance(reading)
-        cause = "link" if self._link_moved(reading, now) else ""
+        # What a pin makes of the figures says nothing about the pair that was found.
+        cause = "link" if not pinned and self._link_moved(reading, now) else ""
         tpt = window.tpt
         if tpt is not None and window.tokens >= 2 * self._settings.min_tokens:
             self.tpt = tpt
             self._window = Meter(reading)
-            if self._tpt_drift.observe("tpt", tpt, now):
+            if not pinned and self._tpt_drift.observe("tpt", tpt, now):
                 cause = "tpt"
-        if cause and not pinned and now - self._search_ended >= self._cooldown:
+        if cause and now - self._search_ended >= self._cooldown:
             self._search_again(cause, now)
 
     def _link_moved(self, reading: Reading, now: float) -> bool:

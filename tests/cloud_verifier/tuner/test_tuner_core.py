@@ -384,6 +384,7 @@ def test_a_pin_ends_the_trial_and_holds_until_it_is_taken_away() -> None:
     assert device.pair == pin
     assert world.core.stats["failed_pinned"] == 1
     device.wanted = (3, Pair(0.9, 0.9))  # somebody meddles
+    device.alpha *= 4  # what happens meanwhile begins no search when it is free again
     world.run(200)
     assert device.pair == pin
     world.registry.records["a"] = Record(1, None, None)
@@ -439,6 +440,18 @@ def test_a_changed_link_is_noticed_even_where_the_tpt_stayed() -> None:
     world.until(world.settled)
     world.run(400)
     device.alpha *= 4
+    world.until(lambda: world.core.stats["drift_link"] == 1, 300)
+    world.until(world.settled)
+
+
+def test_a_device_that_comes_back_from_another_network_is_tuned_again() -> None:
+    device = Device("a", bowl(0.2, 0.5))
+    world = World(device)
+    world.until(world.settled)
+    world.run(400)
+    device.online = False
+    world.run(30)
+    device.online, device.alpha = True, 4 * device.alpha
     world.until(lambda: world.core.stats["drift_link"] == 1, 300)
     world.until(world.settled)
 
