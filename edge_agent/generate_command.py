@@ -32,7 +32,14 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 
 def run_generate(args: argparse.Namespace) -> int:
     """The command. Raises PipesdError; Stopped only where an interruption is no orderly end."""
-    from edge_agent.cli import check_draft_flags, default_device_id, load_draft, request_from
+    from edge_agent.cli import (
+        check_draft_flags,
+        default_device_id,
+        encode_prompt,
+        load_draft,
+        request_from,
+        strips_space,
+    )
 
     device = check_device_id(default_device_id() if args.device_id is None else args.device_id)
     # Everything that is wrong with the flags, before a model is loaded.
@@ -53,6 +60,10 @@ def run_generate(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         draft = load_draft(args, show.note)
         stack.callback(draft.close)
+        own: Encoded | None = None
+        if prompts is None:  # what is wrong with it, before anything is connected
+            own = encode_prompt(args, draft.text), strips_space(args, draft.text)
+            request_from(args, own[0])
         transport: Transport = UnconnectedTransport()
         if not local_only:
             from broker.mqtt import MqttTransport
@@ -68,7 +79,7 @@ def run_generate(args: argparse.Namespace) -> int:
             server.start()
         stack.callback(agent.stop)
         agent.start()
-        writer = Writer(args, agent, draft, show)
+        writer = Writer(args, agent, draft, show, own)
         try:
             return write_all(
                 writer.write,
@@ -84,27 +95,35 @@ def run_generate(args: argparse.Namespace) -> int:
             raise
 
 
+#: A prompt's tokens, and whether the answer's first word brings a space that is not part of it.
+Encoded = tuple[tuple[int, ...], bool]
+
+
 class Writer:
-    """Writes one text after the other."""
+    """Writes one text after the other. ``own``: the prompt of the flags, if there is one."""
 
     def __init__(
-        self, args: argparse.Namespace, agent: Agent, draft: LlamaDraftModel, show: Show
+        self,
+        args: argparse.Namespace,
+        agent: Agent,
+        draft: LlamaDraftModel,
+        show: Show,
+        own: Encoded | None,
     ) -> None:
         self._args = args
         self._agent = agent
         self._draft = draft
         self._show = show
-        self._encoded: tuple[tuple[int, ...], bool] | None = None
+        self._own = own
 
     def write(self, prompt: BenchPrompt | None) -> None:
         """That of ``prompt``, None: of the flags. Raises what ends the generation."""
-        from edge_agent.cli import encode_prompt, request_from, strips_space
+        from edge_agent.cli import request_from
 
         args, text = self._args, self._draft.text
         if prompt is None:
-            if self._encoded is None:  # messages may come from standard input, once
-                self._encoded = encode_prompt(args, text), strips_space(args, text)
-            tokens, strip = self._encoded
+            assert self._own is not None
+            tokens, strip = self._own
         elif prompt.chat and text.has_chat_template:
             tokens = tuple(text.encode_chat([{"role": "user", "content": prompt.text}]))
             strip = text.adds_space_prefix
