@@ -51,7 +51,7 @@ format: $(READY)
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 test: check models
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 $(ARGS)
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks $(ARGS)
