@@ -19,11 +19,17 @@ class Limits:
 
     ``unasked_tokens``: in a forward that nobody waits for. It is kept short, because who asks
     meanwhile waits for its end.
+
+    ``shared_drafts``: drafted tokens of several that wait, of each ``least_drafts`` at least.
+    Devices draft on while they wait, so in a crowd more and more is judged that is probably wrong,
+    and a forward of many tokens takes longer for everybody. What is left out is judged next time.
     """
 
     forward_tokens: int = 1024
     prefill_tokens: int = 256
     unasked_tokens: int = 32
+    shared_drafts: int = 32
+    least_drafts: int = 5
 
     @property
     def all_prefills(self) -> int:
@@ -67,6 +73,8 @@ def next_batch(sessions: Collection[VerifierSession], memory: Memory, limits: Li
     prefill = limits.all_prefills if under_way else room
     awaited = bool(ready) and ready[0].triggered
     spare = 0 if awaited else limits.unasked_tokens
+    waiting = sum(session.triggered for session in ready)
+    share = max(limits.least_drafts, limits.shared_drafts // max(1, waiting))
     for session in ready:
         if room < 1:
             break
@@ -82,6 +90,9 @@ def next_batch(sessions: Collection[VerifierSession], memory: Memory, limits: Li
             continue
         most = min(room, max(limits.prefill_tokens, 1))
         most = min(most, prefill) if session.behind else most
+        missing = session.length - session.cached
+        if session.triggered and waiting > 1 and missing <= most:
+            most = min(most, missing + share)
         most = memory.room(session, seated, min(most, spare) if unasked else most)
         plan = session.plan(most) if most > 0 else None
         if plan is None:

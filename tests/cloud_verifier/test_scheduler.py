@@ -65,6 +65,20 @@ def test_a_forward_takes_no_more_tokens_than_its_limit() -> None:
     assert [len(seat.plan.tokens) for seat in forward.seats] == [5, 2]
 
 
+def test_in_a_crowd_each_session_has_its_share_of_the_drafts_judged() -> None:
+    hand = attached(*"abcd", limits=Limits(shared_drafts=7, least_drafts=2))
+    hand.run()
+    drafts = tuple(range(20, 30))
+    hand.ask("a", *drafts)
+    alone = hand.forward()
+    assert [seat.plan.judged for seat in alone.seats] == [10]
+    hand.finish(alone)
+    for device in "bcd":
+        hand.ask(device, *drafts)
+    crowd = hand.forward()
+    assert [seat.plan.judged for seat in crowd.seats] == [2, 2, 2]
+
+
 def test_asked_before_its_prefill_a_session_gets_there_by_pieces() -> None:
     hand = Hand(limits=Limits(forward_tokens=64, prefill_tokens=10))
     prompt = tuple(range(1, 36))
