@@ -91,6 +91,14 @@ STATS: Mapping[str, Name] = {
     "expired": Name("sessions_expired", "Sessions forgotten because nothing came from them."),
     "forwards": Name("forwards", "Forwards of the target that were done."),
     "forward_failures": Name("forward_failures", "Forwards that failed, their sessions lost."),
+    "device_refusals": Name(
+        "device_limit_refusals", "Openings refused because their device holds too many sessions."
+    ),
+    "prefilled_tokens": Name("prefilled_tokens", "Prompt and committed tokens that were computed."),
+    "shared_tokens": Name("shared_tokens", "Tokens taken over from what others had computed."),
+    "shared_blocks": Name("shared_blocks", "Blocks of K/V memory taken over with them."),
+    "evictions": Name("evictions", "Sessions that gave slot and blocks to another one."),
+    "blocks_in_use": Name("blocks_in_use", "Blocks of K/V memory that sessions hold."),
     "drafts": Name("drafted_tokens", "Draft tokens that arrived."),
     "judged": Name("judged_tokens", "Draft tokens that the target judged."),
     "accepted": Name("accepted_tokens", "Draft tokens that the target accepted."),
@@ -120,7 +128,6 @@ CARRIED: Mapping[str, str] = {
 PRESET: Mapping[str, tuple[str, ...]] = {"refused": REFUSALS, "rejected": CAUSES}
 
 COUNTERS: Mapping[str, str] = {
-    "evictions": "K/V slots taken from an idle session for another one.",
     "core_faults": "Exceptions of the core, each of which cost one session at most: please report.",
     "publish_failures": "Messages that could not be handed to the broker's connection.",
     "mqtt_sent_bytes": "Payload bytes published.",
@@ -136,6 +143,8 @@ GAUGES: Mapping[str, str] = {
     "sessions_limit": "Sessions that may be held at a time.",
     "slots": "K/V slots of the target.",
     "slots_used": "K/V slots that sessions hold.",
+    "blocks": "Blocks of K/V memory.",
+    "block_tokens": "Tokens in a block of K/V memory.",
 }
 #: What becomes of requests, see MetricsServer.
 _ANSWERS = ("ok", "unhealthy", "unknown", "failed", "hung_up", "broken")

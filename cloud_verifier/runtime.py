@@ -174,7 +174,6 @@ class VerifierRuntime:
             return Snapshot(
                 stats={k: dict(v) if isinstance(v, dict) else v for k, v in stats.items()},
                 counters={
-                    "evictions": core.slots.evictions,
                     "core_faults": self.core_faults,
                     "publish_failures": self.publish_failures,
                     "mqtt_sent_bytes": transport.bytes_sent,
@@ -190,6 +189,8 @@ class VerifierRuntime:
                     "sessions_limit": core.config.max_sessions,
                     "slots": core.slots.size,
                     "slots_used": len(core.slots),
+                    "blocks": core.blocks.total,
+                    "block_tokens": core.blocks.block_tokens,
                 },
                 measures=self.measures.copy(),
                 waiting=len(waiting),

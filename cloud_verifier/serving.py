@@ -44,6 +44,7 @@ def serve_with(
         max_sessions=args.max_sessions,
         max_sessions_per_device=args.max_sessions_per_device,
         idle_ttl=args.idle_ttl,
+        share_prefixes=not args.no_prefix_sharing,
     )
     will = status_will(verifier, online_status(config, target.name))
     settings = broker_settings(args, f"verifier-{verifier}", will)

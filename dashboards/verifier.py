@@ -198,11 +198,27 @@ def _load() -> Row:
                 stacked=True,
             ),
             _graph(
-                "K/V slots in use",
+                "K/V memory in use",
                 "percentunit",
-                "Of the slots of the target. When all are taken, the session idle for longest is"
-                " evicted, and prefilled again when it returns.",
-                Query(ratio(gauge("slots_used"), gauge("slots")), "{{verifier}}"),
+                "Of the target's slots and of the blocks of its K/V memory. When either is all"
+                " taken, the session idle for longest is evicted, and prefilled again when it"
+                " returns.",
+                Query(ratio(gauge("blocks_in_use"), gauge("blocks")), "{{verifier}} blocks"),
+                Query(ratio(gauge("slots_used"), gauge("slots")), "{{verifier}} slots"),
+                most=1,
+            ),
+            _graph(
+                "Prompts taken over",
+                "percentunit",
+                "Of the prompt and committed tokens that sessions needed, those that another"
+                " session had computed already: prompts that begin alike share K/V memory.",
+                Query(
+                    ratio(
+                        counter("shared_tokens_total"),
+                        f"({counter('shared_tokens_total')} + {counter('prefilled_tokens_total')})",
+                    ),
+                    "{{verifier}}",
+                ),
                 most=1,
             ),
             _graph(

@@ -40,11 +40,13 @@ class _Content(NamedTuple):
 class BlockTable(Generic[Owner]):
     """``total`` blocks of ``block_tokens`` tokens.
 
+    Without ``share`` nothing is remembered, so that no session takes over what another computed.
     ``forgotten`` counts remembered blocks that had to make room. All that is kept is bounded by
     ``total``.
     """
 
-    def __init__(self, total: int, block_tokens: int) -> None:
+    def __init__(self, total: int, block_tokens: int, *, share: bool = True) -> None:
+        self._share = share
         self.total = total
         self.block_tokens = block_tokens
         self.forgotten = 0
@@ -121,7 +123,7 @@ class BlockTable(Generic[Owner]):
         """
         size = self.block_tokens
         chain = self._chains.get(owner, [])
-        if cached + size > end or cached != len(chain) * size:
+        if not self._share or cached + size > end or cached != len(chain) * size:
             return None
         return _Content(chain[-1] if chain else 0, text(cached, cached + size))
 
@@ -152,6 +154,8 @@ class BlockTable(Generic[Owner]):
         if table is None:
             return
         self._give_back(table, -(-max(cached, held or 0) // size))
+        if not self._share:
+            return
         chain = self._chains.setdefault(owner, [])
         del chain[cached // size :]
         for place in range(len(chain), min(cached // size, len(table))):

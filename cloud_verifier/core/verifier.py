@@ -58,7 +58,8 @@ class VerifierConfig:
 
     ``max_sessions``: held at a time, of them ``max_sessions_per_device`` of one device.
     ``total_blocks`` of ``block_tokens`` tokens are the engine's K/V memory; 0: a slot is one block
-    with room for the whole context. Raises ConfigError where they do not hold one session.
+    with room for the whole context. ``share_prefixes``: whether what one session computed serves
+    others whose text begins alike. Raises ConfigError where they do not hold one session.
     """
 
     verifier: str
@@ -69,6 +70,7 @@ class VerifierConfig:
     slots: int = 16
     block_tokens: int = 0
     total_blocks: int = 0
+    share_prefixes: bool = True
     max_sessions: int = 256
     max_sessions_per_device: int = 32
     idle_ttl: float = 300.0

@@ -67,14 +67,15 @@ def blocks_for(
 ) -> int:
     """Blocks of ``block_bytes`` bytes within ``budget`` bytes, no more than the slots could use.
 
-    Without a budget: as many as the slots could use, at most half of the ``available`` bytes and at
-    least one context. Raises ConfigError for a budget in which one context does not fit.
+    Without a budget: as many as the slots could use, at most a quarter of the ``available`` bytes,
+    since replicas side by side each find the same ones, and at least one context. Raises
+    ConfigError for a budget in which one context does not fit.
     """
     most = max_slots * context_blocks
     if budget is None:
         if available is None:
             return most
-        return max(context_blocks, min(most, available // 2 // block_bytes))
+        return max(context_blocks, min(most, available // 4 // block_bytes))
     if budget < context_blocks * block_bytes:
         raise ConfigError(
             f"--kv-budget {format_size(budget)} holds no session of the whole context: give "

@@ -52,7 +52,7 @@ class TorchTarget:
 
     ``vocab_size``: entries of the tokenizer; rows of the embedding past it never win. ``context``:
     tokens a slot can hold. ``kv_budget``: bytes for the K/V of all slots, allocated here; None:
-    what they take with full contexts, at most half of the memory that is available and at least
+    what they take with full contexts, at most a quarter of the available memory and at least
     one context. Raises ConfigError for a budget in which no context fits, ModelError for a model
     that the packed batch does not give back as transformers computes it, which is tried on a few
     tokens.

@@ -77,7 +77,8 @@ class FleetStation:
         if self._module == REAL:
             port = free_port()
             self.metrics_url = f"http://127.0.0.1:{port}/metrics"
-            serve = ["serve", "--metrics-port", str(port)]
+            # Its devices repeat a few recorded prompts, which real ones do not.
+            serve = ["serve", "--no-prefix-sharing", "--metrics-port", str(port)]
         self._child = Child(
             self._module,
             [*serve, *where, *self._flags],

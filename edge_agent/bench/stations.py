@@ -73,7 +73,8 @@ class Station:
         where = ["--broker", self._broker.url, "--id", self.verifier, "--until-eof"]
         self._child = Child(
             "cloud_verifier.cli",
-            ["serve", *where, *self._flags],
+            # Each policy computes every prompt, or the first to come would pay for all of them.
+            ["serve", "--no-prefix-sharing", *where, *self._flags],
             threads=self._threads,
             on_line=lambda line: None if line.startswith(_VERIFIER) else self._note(line),
         )

@@ -62,10 +62,10 @@ def test_a_budget_is_filled_with_whole_blocks_and_no_more_than_can_be_used() -> 
         blocks(999)
 
 
-def test_without_a_budget_half_of_what_is_available_is_taken_at_most() -> None:
+def test_without_a_budget_a_quarter_of_what_is_available_is_taken_at_most() -> None:
     assert blocks(None) == 40
     assert blocks(None, 10**6) == 40
-    assert blocks(None, 5000) == 25
+    assert blocks(None, 10_000) == 25
     assert blocks(None, 100) == 10, "one context in any case"
 
 
