@@ -67,6 +67,20 @@ def test_what_begins_alike_is_shared_by_whole_blocks() -> None:
     assert table.resume("c", 0, text_of(HEAD[8:]), 32) == (0, 0)
 
 
+def test_without_sharing_every_text_is_computed() -> None:
+    table: BlockTable[str] = BlockTable(20, SIZE, share=False)
+    first = filled(table, "a", HEAD)
+    assert table.resume("b", 0, text_of(HEAD), 24) == (0, 0)
+    assert table.upcoming("b", 0, text_of(HEAD), 24) is None
+    table.grow("b", 24)
+    assert not set(table.table("b")) & set(first)
+    table.release("a")
+    assert (table.remembered, table.available) == (0, 17)
+    hand = hand_of("a", "b", share_prefixes=False)
+    hand.run()
+    assert hand.core.stats.shared_tokens == 0
+
+
 def test_the_blocks_of_a_session_that_left_are_kept_until_somebody_needs_them() -> None:
     table: BlockTable[str] = BlockTable(6, SIZE)
     blocks = filled(table, "a", HEAD)
