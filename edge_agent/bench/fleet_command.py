@@ -30,6 +30,7 @@ MAX_FLEET, MAX_PROCESSES = 10_000, 64
 _FILES_BESIDE = 64
 #: Connections that the embedded broker takes.
 _EMBEDDED_MOST = 1_900
+_PIPESD = "pipesd"
 
 
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +71,12 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument(
         "--policy", default="pipesd", metavar="NAME", help="what the devices follow (pipesd)"
+    )
+    fleet.add_argument(
+        "--no-pipeline",
+        action="store_true",
+        help="devices that neither draft nor send ahead (bench: pipesd-no-pipeline) and yet "
+        "follow what the fleet's tuner publishes: thresholds matter most to them",
     )
     fleet.add_argument(
         "--start-thresholds",
@@ -137,6 +144,11 @@ class FleetChoices:
                 "and give them with --traces"
             )
         self.policy = _policy(args.policy)
+        if args.no_pipeline:
+            if self.policy.name != _PIPESD:
+                raise ConfigError(f"--no-pipeline is of --policy {_PIPESD}: leave one of them out")
+            # Under the name of the whole, since a config for thresholds means that.
+            self.policy = replace(_policy(f"{_PIPESD}-no-pipeline"), name=_PIPESD)
         if args.start_thresholds is not None:
             self.policy = replace(
                 self.policy, thresholds=_thresholds(args.start_thresholds, self.policy.thresholds)
@@ -302,7 +314,7 @@ def run_fleet(args: argparse.Namespace) -> int:
         known: dict[str, Any] = {
             "devices": args.fleet,
             "processes": chosen.processes,
-            "policy": chosen.policy.name,
+            "policy": chosen.policy.name + ("-no-pipeline" if args.no_pipeline else ""),
             "verifier": status.model,
             "forward_ms": args.forward_ms if station is not None and not chosen.real else None,
             "max_sessions": status.max_sessions,

@@ -17,7 +17,7 @@ from broker.topics import TELEMETRY_ALL, config_topic, parse_device_topic
 from broker.transport import Message
 from edge_agent.bench.fleet_command import FleetChoices
 from edge_agent.cli import build_parser
-from edge_agent.core.policies import edgellm, pipesd
+from edge_agent.core.policies import SEND_HELD, edgellm, pipesd
 from edge_agent.core.trigger import Thresholds
 from tests.edge_agent.test_fleet_device import Fleet
 
@@ -134,6 +134,22 @@ def choices(*flags: str) -> FleetChoices:
 def test_devices_may_begin_with_bad_thresholds() -> None:
     assert choices("--start-thresholds", "0.99,0.98").policy.thresholds == Thresholds(0.99, 0.98)
     assert choices().policy.thresholds == Thresholds()
+
+
+def test_devices_without_the_pipeline_follow_configs_for_thresholds() -> None:
+    policy = choices("--no-pipeline", "--start-thresholds", "0.99,0.99").policy
+    assert (policy.name, policy.proactive, policy.sending) == ("pipesd", False, SEND_HELD)
+    assert policy.thresholds == Thresholds(0.99, 0.99)
+    fleet = Watched(1, policy=policy)
+    name = fleet.devices[0].name
+    fleet.configure(name, encode(CONFIG))
+    fleet.turn(1.0)
+    now = fleet.devices[0].report.policy
+    assert (now.thresholds.r1, now.thresholds.r2) == (CONFIG.r1, CONFIG.r2)
+    assert (now.proactive, now.sending) == (False, SEND_HELD)
+    assert fleet.told[name][-1].policy == "pipesd"
+    with pytest.raises(ConfigError, match="no-pipeline"):
+        choices("--no-pipeline", "--policy", "vanilla")
 
 
 @pytest.mark.parametrize(
