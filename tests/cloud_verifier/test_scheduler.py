@@ -242,3 +242,18 @@ def test_those_who_cannot_have_a_slot_ask_nobody_for_one(
     monkeypatch.setattr(hand.core.slots, "evict", noted)
     assert hand.seated(hand.forward()) == ["a", "b"]
     assert not asked
+
+
+def test_huge_trees_do_not_set_the_pace_of_others() -> None:
+    hand = attached("a", "b", limits=Limits(shared_drafts=8, least_drafts=4))
+    hand.run()
+    right = continuation(PROMPT, 40)
+    hand.ask("a", *right[:20])
+    wide = tuple(range(1, 60))
+    hand.receive("b", DraftBatch(1, 1, 0, wide, (-1,) * len(wide), True))
+    forward = hand.forward()
+    assert hand.seated(forward) == ["a", "b"]
+    assert [len(seat.plan.drafts) for seat in forward.seats] == [4, 4]
+    hand.finish(forward)
+    hand.run()
+    assert hand.held("a").committed == right[:21], "the rest follows by itself"
