@@ -38,15 +38,24 @@ def cell_bytes(header: GgufHeader, item: int) -> int | None:
 
 
 def slots_for(
-    budget: int | None, header: GgufHeader, *, item: int, context: int, max_slots: int
+    budget: int | None,
+    header: GgufHeader,
+    *,
+    item: int,
+    context: int,
+    max_slots: int,
+    available: int | None,
 ) -> int:
     """Slots whose cells fit in ``budget`` bytes, at most ``max_slots``; None: all of them.
 
-    Raises ConfigError where not one fits, or the file does not tell what it takes.
+    Raises ConfigError where not one fits, where they take more than the ``available`` bytes (the
+    system would end the process), or the file does not tell what a budget needs to know.
     """
-    if budget is None:
-        return max_slots
     cell = cell_bytes(header, item)
+    if budget is None:
+        if cell is not None:
+            _check(max_slots * cell * slot_cells(context), available, "--slots or --context")
+        return max_slots
     if cell is None:
         raise ConfigError(
             "the model does not tell what its K/V take: leave out --kv-budget, give --slots"
@@ -57,4 +66,14 @@ def slots_for(
             f"--kv-budget {format_size(budget)} holds no session of the whole context: give "
             f"{format_size(each)} at least, or a smaller --context"
         )
-    return min(max_slots, budget // each)
+    slots = min(max_slots, budget // each)
+    _check(slots * each, available, "--kv-budget")
+    return slots
+
+
+def _check(taken: int, available: int | None, lower: str) -> None:
+    if available is not None and taken > available:
+        raise ConfigError(
+            f"K/V take {format_size(taken)} where {format_size(available)} are available: "
+            f"lower {lower}"
+        )

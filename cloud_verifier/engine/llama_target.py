@@ -24,6 +24,7 @@ from broker.gguf_header import GgufHeader, read_header
 from broker.llama_library import complaint, forget_complaints, llama_library
 from broker.sampling import Sampler, Sampling
 from cloud_verifier.engine.batch import all_or_nothing, check_batch
+from cloud_verifier.engine.kv_budget import available_memory
 from cloud_verifier.engine.llama_cells import SPARE, slot_cells, slots_for
 from cloud_verifier.engine.llama_passes import Window, plan
 from cloud_verifier.engine.llama_rows import ROWS, Rows
@@ -135,7 +136,12 @@ class LlamaTarget:
             trained = int(lib.llama_model_n_ctx_train(self._model)) or DEFAULT_CONTEXT
             self.context = min(context or DEFAULT_CONTEXT, trained)
             self.max_slots = slots_for(
-                kv_budget, header, item=item, context=self.context, max_slots=max_slots
+                kv_budget,
+                header,
+                item=item,
+                context=self.context,
+                max_slots=max_slots,
+                available=available_memory(),
             )
             self._describe(header)
             self._open_context(kv_type, threads or os.cpu_count() or 1)
@@ -164,7 +170,8 @@ class LlamaTarget:
         params.n_ctx = self.max_slots * slot_cells(self.context)
         params.n_seq_max = self.max_slots
         params.n_batch = params.n_ubatch = ROWS
-        params.n_outputs_max = params.n_outputs_max_per_seq = ROWS
+        # llama.cpp makes room for a row of each sequence and ends the process where it may not.
+        params.n_outputs_max = params.n_outputs_max_per_seq = max(ROWS, self.max_slots)
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = kv_type
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED

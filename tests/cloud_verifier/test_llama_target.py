@@ -338,7 +338,34 @@ def test_cells_of_models_that_say_little_or_differ_by_layer() -> None:
     for silent in ({}, {"block_count": 3}, {**facts, "attention__head_count": 0}):
         assert cell_bytes(header_of(**silent), 4) is None
     with pytest.raises(ConfigError, match="leave out --kv-budget"):
-        slots_for(10**9, header_of(), item=4, context=64, max_slots=2)
+        slots_for(10**9, header_of(), item=4, context=64, max_slots=2, available=None)
+
+
+def test_cells_for_which_there_is_no_memory_are_refused() -> None:
+    """llama.cpp would take them, and the system end the process when they fill."""
+    header = header_of(block_count=1, embedding_length=64, attention__head_count=4)
+    each = 2 * 64 * 4 * slot_cells(64)
+
+    def slots(budget: int | None, available: int) -> int:
+        return slots_for(budget, header, item=4, context=64, max_slots=3, available=available)
+
+    assert slots(None, 3 * each) == slots(10**9, 3 * each) == 3
+    assert slots(2 * each, 2 * each) == 2
+    with pytest.raises(ConfigError, match="lower --slots or --context"):
+        slots(None, 3 * each - 1)
+    with pytest.raises(ConfigError, match="lower --kv-budget"):
+        slots(10**9, 3 * each - 1)
+
+
+def test_as_many_slots_as_llama_cpp_can_tell_apart() -> None:
+    """It ends the process where it may not have a row of each, which is more than a pass has."""
+    target = LlamaTarget(gguf_models.gguf_of("llama"), threads=1, context=32, max_slots=256)
+    works = [Work(slot, 0, (slot % VOCAB, 5), 1, 0, GREEDY) for slot in range(256)]
+    together = target.forward(works)
+    for slot in (0, 127, 128, 255):
+        target.free(slot)
+        assert target.forward([works[slot]]) == [together[slot]]
+    target.close()
 
 
 # The real pair
