@@ -27,7 +27,7 @@ UNKNOWN, NOT_FINITE, NEGATIVE, TOO_LARGE = CAUSES = (
     "unknown_figure",
     "not_finite",
     "negative",
-    "too_large",
+    "too_large_figure",
 )
 #: The only figure that may be below 0: a device may stand in the cold.
 _SIGNED = BY_NAME["temperature_celsius"].number

@@ -17,8 +17,9 @@ from broker.telemetry import Telemetry
 
 #: Boots of a device that are remembered as over.
 MAX_BOOTS = 8
-#: Seconds of silence of a boot after which another one is believed, whatever was thought of it: a
-#: message is never so late, and no mistake about who came first may shut a device out for good.
+#: Seconds without news of a device after which any message of it is believed, whatever its boot and
+#: sequence: none is ever so late, and no mistake about who came first, nor a message that somebody
+#: else sent in its name, may shut a device out for good.
 QUIET_S = 30.0
 #: Least seconds between two changes of the labels of ``pipesd_device_info``, each of which begins
 #: a new series: a device that tells something else each time would fill Prometheus.
@@ -58,10 +59,10 @@ class Device:
 
     def refuse(self, telemetry: Telemetry, now: float) -> str | None:
         """Why ``telemetry`` is not the newest of this device; None: it is."""
-        if telemetry.boot == self.boot:
-            return OLD_SEQUENCE if telemetry.sequence <= self.sequence else None
         if self.boot is None or now - self.seen >= QUIET_S:
             return None
+        if telemetry.boot == self.boot:
+            return OLD_SEQUENCE if telemetry.sequence <= self.sequence else None
         if telemetry.boot in self.earlier or _start(telemetry, now) < self.started:
             return OLD_BOOT
         return None

@@ -27,7 +27,7 @@ PREFIX = "pipesd_exporter_"
 CAUSES = (
     "topic", "too_large", "msgpack", "unknown_kind", "fields", "wrong_kind", "retained",
     "old_boot", "old_sequence", "too_many_devices", "too_many_verifiers",
-    "unknown_figure", "not_finite", "negative", "clock",
+    "unknown_figure", "not_finite", "negative", "too_large_figure", "clock",
 )  # fmt: skip
 OUTCOMES = ("ok", "unhealthy", "unknown", "failed", "hung_up", "broken")
 CHANNELS = ("telemetry", "status", "verifier_status")

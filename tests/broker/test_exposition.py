@@ -107,7 +107,7 @@ def test_broken_figures_are_left_out_and_counted() -> None:
     }
     good, dropped = clean(figures)
     assert good == {7: 10.0}
-    assert dropped == {"not_finite": 3, "negative": 2, "too_large": 2, "unknown_figure": 1}
+    assert dropped == {"not_finite": 3, "negative": 2, "too_large_figure": 2, "unknown_figure": 1}
     rendered = render("d", Telemetry("b", 1, figures=figures))
     assert rendered.dropped == dropped
     assert by_name(join([rendered.texts])) == {"pipesd_device_committed_tokens_total": 10.0}

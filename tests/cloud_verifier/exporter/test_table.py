@@ -156,7 +156,7 @@ def test_wrong_figures_are_left_out_one_by_one() -> None:
         OFFSET: 0.0,
     }
     assert fleet.table.dropped == {
-        "not_finite": 3, "negative": 2, "too_large": 1, "unknown_figure": 2,
+        "not_finite": 3, "negative": 2, "too_large_figure": 1, "unknown_figure": 2,
     }  # fmt: skip
 
 
@@ -229,14 +229,22 @@ def test_series_leave_with_a_silent_device_and_return_with_it() -> None:
     assert not fleet.table.dropped
 
 
-def test_late_messages_of_before_the_silence_are_still_known() -> None:
-    fleet = Fleet()
+def test_late_messages_are_known_for_a_while_and_shut_nobody_out_for_good() -> None:
+    fleet = Fleet(ttl=0.5 * QUIET_S)
     fleet.tell("d", telemetry("b1", 8, committed_tokens_total=100.0))
-    fleet.now += 2 * TTL_S
+    fleet.now += 0.75 * QUIET_S
     assert fleet.text() == ""
     fleet.tell("d", telemetry("b1", 7, committed_tokens_total=90.0))
     assert fleet.text() == ""
     assert fleet.table.dropped == {"old_sequence": 1}
+    # Somebody sent a number in its name that it will never reach.
+    fleet.tell("d", telemetry("b1", 2**31 - 1, committed_tokens_total=0.0))
+    fleet.now += 5.0
+    fleet.tell("d", telemetry("b1", 9, committed_tokens_total=110.0))
+    assert fleet.of("d")[COMMITTED] == 0.0
+    fleet.now += QUIET_S
+    fleet.tell("d", telemetry("b1", 15, committed_tokens_total=140.0))
+    assert fleet.of("d")[COMMITTED] == 140.0
 
 
 def test_an_earlier_boot_is_over_unless_the_later_one_falls_silent() -> None:
