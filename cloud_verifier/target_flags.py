@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ENGINES = ("torch", "llama")
 #: Sessions with a cache, by engine: llama.cpp allocates a whole context for each.
 _SLOTS = {"torch": 64, "llama": 16}
+_MAX_SLOTS = 65_536
 
 
 class Words(Protocol):
@@ -85,6 +86,8 @@ def find_target(args: argparse.Namespace) -> str:
         args.slots = _SLOTS[args.engine]
     if args.slots < 1 or (args.context is not None and args.context < 2):
         raise ConfigError("--slots is at least 1 and --context at least 2")
+    if args.slots > _MAX_SLOTS:
+        raise ConfigError(f"--slots {args.slots} is above {_MAX_SLOTS}: start more replicas")
     kv_budget(args)
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} is below 1: leave it out for all cores")

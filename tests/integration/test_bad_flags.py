@@ -81,6 +81,7 @@ def test_wrong_flags_of_the_demo_start_nothing(flag: str, word: str) -> None:
     [
         *SAMPLING,
         ("--slots=0", "at least 1"),
+        ("--slots=99999999999", "above 65536"),
         ("--context=1", "at least 2"),
         ("--kv-budget=much", "like 512M or 2G"),
         ("--kv-budget=1K", "holds no session of the whole context: give"),
