@@ -38,6 +38,10 @@ class StudyError(PipesdError):
     """The storage does not answer, or not as it should; another try may help."""
 
 
+class BrokenStudyError(StudyError):
+    """What stands in one study makes no sense, or is gone: the others are as they were."""
+
+
 def default_url() -> str:
     """A SQLite file in the user's data directory, made on first use."""
     folder = Path(platformdirs.user_data_dir("pipesd"))

@@ -19,7 +19,7 @@ from broker.topics import check_device_id
 from broker.transport import ConnectionEvent, ConnectionState
 from cloud_verifier.tuner.configs import Configs
 from cloud_verifier.tuner.core.space import LEAST, MOST, Pair
-from cloud_verifier.tuner.database import Database, default_url
+from cloud_verifier.tuner.database import BrokenStudyError, Database, default_url
 from cloud_verifier.tuner.optuna_studies import OptunaStudies
 from cloud_verifier.tuner.registry import Registry, Row
 
@@ -129,13 +129,20 @@ def _described(row: Row, studies: OptunaStudies) -> dict[str, Any]:
     """Plain values: what stands, or the best so far of a search that goes on."""
     record = row.record
     settled = record.settled
-    best = settled or studies.best(row.device, record.campaign)
+    broken, best = False, settled
+    if settled is None:
+        try:
+            best = studies.best(row.device, record.campaign)
+        except BrokenStudyError:
+            broken = True
     trials = 0 if best is None else best.trials
     pair = record.pin or (None if best is None else best.pair)
     if record.pin is not None:
         state = "pinned"
     elif settled is not None:
         state = "settled"
+    elif broken:
+        state = "broken"
     else:
         state = "searching" if row.owner else "waiting"
     return {

@@ -16,7 +16,7 @@ import sys
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from broker.errors import LocalProtocolError
@@ -40,7 +40,7 @@ from cloud_verifier.tuner.core.studies import (
     leaders,
     next_again,
 )
-from cloud_verifier.tuner.database import Database, StudyError
+from cloud_verifier.tuner.database import BrokenStudyError, Database, StudyError
 
 if TYPE_CHECKING:
     import optuna
@@ -100,7 +100,7 @@ class OptunaStudies:
 
     def ask(self, device: str, campaign: int, device_class: str) -> Proposal | Choice:
         """See Studies."""
-        with self._database.guarded():
+        with self._guarded(device, campaign):
             study = self._study(device, campaign, device_class)
             attrs = study.user_attrs
             budget, first = int(attrs["budget"]), [Pair(*pair) for pair in attrs["first"]]
@@ -109,7 +109,7 @@ class OptunaStudies:
                 # Nobody measures it any more: whoever asks has no other trial.
                 if trial.state.name == "RUNNING":
                     self._end(study, trial.number, None, {"cause": "abandoned"})
-            told = [_told(trial) for trial in trials if trial.state.name == "COMPLETE"]
+            told = [_told(device, trial) for trial in trials if trial.state.name == "COMPLETE"]
             failed = sum(trial.state.name in ("FAIL", "RUNNING") for trial in trials)
             order = leaders(told)
             best = Choice(order[0][1], order[0][0], len(told)) if order else None
@@ -127,19 +127,19 @@ class OptunaStudies:
         self, device: str, campaign: int, number: int, tpt: float, tokens: float, *, early: bool
     ) -> None:
         """See Studies."""
-        with self._database.guarded():
+        with self._guarded(device, campaign):
             study = self._study(device, campaign, "")
             notes: dict[str, object] = {"tpt": tpt, "tokens": tokens, "early": early}
             self._end(study, number, math.log(tpt), notes)
 
     def fail(self, device: str, campaign: int, number: int, cause: str) -> None:
         """See Studies."""
-        with self._database.guarded():
+        with self._guarded(device, campaign):
             self._end(self._study(device, campaign, ""), number, None, {"cause": cause})
 
     def fail_running(self, device: str, campaign: int, cause: str) -> int:
         """See Studies."""
-        with self._database.guarded():
+        with self._guarded(device, campaign):
             self._open.pop(study_name(device, campaign), None)  # another tuner went on with it
             study = self._find(device, campaign)
             if study is None:
@@ -157,16 +157,16 @@ class OptunaStudies:
 
     def best(self, device: str, campaign: int) -> Choice | None:
         """The best pair so far."""
-        with self._database.guarded():
+        with self._guarded(device, campaign):
             study = self._find(device, campaign)
             trials = [] if study is None else study.get_trials(deepcopy=False)
-            told = [_told(trial) for trial in trials if trial.state.name == "COMPLETE"]
+            told = [_told(device, trial) for trial in trials if trial.state.name == "COMPLETE"]
             order = leaders(told)
             return Choice(order[0][1], order[0][0], len(told)) if order else None
 
     def history(self, device: str, campaign: int) -> list[dict[str, Any]]:
         """The search's trials so far, oldest first, as plain values."""
-        with self._database.guarded():
+        with self._guarded(device, campaign):
             study = self._find(device, campaign)
             if study is None:
                 return []
@@ -181,6 +181,20 @@ class OptunaStudies:
             ]
 
     # -- one study --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self, device: str, campaign: int) -> Iterator[None]:
+        """Whatever Optuna makes of what stands in a study, or of its absence, is a StudyError."""
+        try:
+            with self._database.guarded():
+                yield
+        except StudyError:
+            raise
+        except Exception as error:
+            # Perhaps somebody deleted it, and the next look finds that out.
+            self._open.pop(study_name(device, campaign), None)
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            raise BrokenStudyError(_broken(device, what)) from error
 
     def _next(self, study: optuna.Study, pair: Pair | None) -> tuple[int, Pair]:
         from optuna.distributions import FloatDistribution
@@ -306,11 +320,17 @@ def hash_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def _told(trial: optuna.trial.FrozenTrial) -> Told:
+def _broken(device: str, what: str) -> str:
+    return f"the study of {device} is broken ({what}): tune reset {device} begins another"
+
+
+def _told(device: str, trial: optuna.trial.FrozenTrial) -> Told:
     try:
         pair = Pair(trial.user_attrs["r1"], trial.user_attrs["r2"])
         tpt = float(trial.user_attrs["tpt"])
         tokens = float(trial.user_attrs["tokens"])
+        if not (0.0 < tpt < math.inf and 0.0 < tokens < math.inf):
+            raise ValueError
     except (KeyError, TypeError, ValueError, LocalProtocolError):
-        raise StudyError(f"trial {trial.number} of a study is broken: tune reset it") from None
+        raise BrokenStudyError(_broken(device, f"trial {trial.number}")) from None
     return Told(pair, tpt, tokens)

@@ -28,7 +28,7 @@ from cloud_verifier.tuner.core.messages import (
     Tell,
 )
 from cloud_verifier.tuner.core.studies import Studies
-from cloud_verifier.tuner.database import StudyError
+from cloud_verifier.tuner.database import BrokenStudyError, StudyError
 from cloud_verifier.tuner.registry import Registry
 from cloud_verifier.tuner.sources import Source, SourceError
 
@@ -131,7 +131,11 @@ class Tuner:
         try:
             records = self.registry.acquire(wanted, self._clock.now())
             for name, record in records.items():
-                left = self.studies.fail_running(name, record.campaign, "tuner_gone")
+                try:
+                    left = self.studies.fail_running(name, record.campaign, "tuner_gone")
+                except BrokenStudyError as error:
+                    self._study_broken(error)
+                    continue
                 if left:
                     self.stats["trials_left_behind"] += left
                     self._say(f"{name}: {left} trial of a tuner that is gone failed")
@@ -149,13 +153,17 @@ class Tuner:
         while (effect := self._next(until)) is not None:
             try:
                 self._do(effect)
+            except BrokenStudyError as error:
+                # What was to be told to it is lost; the others are asked all the same.
+                self._study_broken(error)
+                with self.lock:
+                    self.core.study_failed(effect.device)
             except StudyError as error:
                 self._storage_failed(error)
                 with self.lock:
                     if not isinstance(effect, Ask):
                         self.core.put_back(effect)
                         return
-                    # One study may be broken; the others are asked all the same.
                     self.core.study_failed(effect.device)
 
     def _next(self, until: float) -> Effect | None:
@@ -229,6 +237,11 @@ class Tuner:
             self._say(f"{effect.device}: {effect.why} moved, so it is tuned again")
 
     # -- trouble ----------------------------------------------------------------------------------
+
+    def _study_broken(self, error: BrokenStudyError) -> None:
+        # Said each time: the device's pause grows with each failure.
+        self.stats["broken_studies"] += 1
+        log.warning("%s", error)
 
     def _storage_failed(self, error: StudyError) -> None:
         self.stats["storage_errors"] += 1

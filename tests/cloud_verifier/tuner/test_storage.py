@@ -17,7 +17,7 @@ import pytest
 from broker.errors import ConfigError
 from cloud_verifier.tuner.core.messages import Choice, Proposal, Record
 from cloud_verifier.tuner.core.space import DEFAULT, Pair
-from cloud_verifier.tuner.database import Database, StudyError, default_url
+from cloud_verifier.tuner.database import BrokenStudyError, Database, StudyError, default_url
 from cloud_verifier.tuner.optuna_studies import (
     KEPT_CAMPAIGNS,
     OptunaStudies,
@@ -194,6 +194,43 @@ def test_a_study_of_an_older_version_is_put_aside_and_begun_anew(database, caplo
     assert sorted(names) == [name, f"{name}@0"]
     kept = optuna.load_study(study_name=f"{name}@0", storage=database.studies)
     assert kept.best_params == {"threshold": pytest.approx(kept.best_params["threshold"])}
+
+
+@pytest.mark.parametrize(
+    "mangle",
+    [
+        "update study_user_attributes set value_json = '\"junk\"' where key = 'budget'",
+        "update study_user_attributes set value_json = '[[2, 0.5]]' where key = 'first'",
+        "update study_user_attributes set value_json = '[[0.3' where key = 'first'",
+        "delete from study_user_attributes where key = 'first'",
+        "update trial_user_attributes set value_json = '-1' where key = 'tpt'",
+        "update trial_user_attributes set value_json = 'NaN' where key = 'tokens'",
+        "delete from trial_user_attributes",
+        "update trial_params set distribution_json = 'junk'",
+    ],
+)
+def test_what_makes_no_sense_in_a_study_is_an_error_of_that_study(url, database, mangle) -> None:
+    studies = OptunaStudies(database, sampler="random")
+    first = proposal(studies.ask("pi", 1, ""))
+    studies.tell("pi", 1, first.number, 0.05, 60.0, early=False)
+    database.close()
+    with sqlite3.connect(url.removeprefix("sqlite:///")) as connection:
+        connection.execute(mangle)
+    connection.close()
+    studies = OptunaStudies(database, sampler="random")
+    with pytest.raises(BrokenStudyError, match="tune reset pi"):
+        studies.ask("pi", 1, "")
+    assert proposal(studies.ask("other", 1, "")).index == 1
+    assert proposal(studies.ask("pi", 2, "")).index == 1
+
+
+def test_a_study_that_somebody_deleted_is_begun_anew(database) -> None:
+    studies = OptunaStudies(database, sampler="random")
+    first = proposal(studies.ask("pi", 1, ""))
+    optuna.delete_study(study_name=study_name("pi", 1), storage=database.studies)
+    with pytest.raises(BrokenStudyError):
+        studies.tell("pi", 1, first.number, 0.05, 60.0, early=False)
+    assert proposal(studies.ask("pi", 1, "")).index == 1
 
 
 def test_old_searches_of_a_device_are_dropped(database) -> None:

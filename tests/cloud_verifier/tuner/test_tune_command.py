@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 
@@ -116,6 +117,26 @@ def test_status_shows_searches_and_trials(storage) -> None:
     assert "running" in trials[2]
     states = [one["state"] for one in found(storage, "busy")["busy"]["history"]]
     assert states == ["complete", "fail", "running"]
+
+
+def test_a_broken_study_is_shown_beside_the_others(storage) -> None:
+    database = Database(storage)
+    Registry(database, "tuner").acquire(["bad", "good"], 0.0)
+    studies = OptunaStudies(database, sampler="random")
+    for name in ("bad", "good"):
+        trial = studies.ask(name, 1, "")
+        studies.tell(name, 1, trial.number, 0.08 if name == "good" else 0.07, 60.0, early=False)
+    database.close()
+    with sqlite3.connect(storage.removeprefix("sqlite:///")) as connection:
+        connection.execute(
+            "update trial_user_attributes set value_json = '-1' "
+            "where key = 'tpt' and value_json = '0.07'"
+        )
+    connection.close()
+    assert {name: one["state"] for name, one in found(storage).items()} == {
+        "bad": "broken",
+        "good": "searching",
+    }
 
 
 def test_nothing_heavy_is_loaded_for_wrong_usage() -> None:

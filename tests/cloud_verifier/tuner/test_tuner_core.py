@@ -542,8 +542,20 @@ def test_the_study_of_one_device_fails_and_the_others_are_tuned() -> None:
     world.studies.broken.add("d3")
     world.until(lambda: all(world.settled(name) for name in names if name != "d3"))
     assert world.phase("d3") == "waiting"
+    assert world.tuner.stats["broken_studies"] > 1
+    assert not world.tuner.stats["storage_errors"]
     world.studies.broken.clear()
     world.until(lambda: world.settled("d3"), 2 * 3600)
+
+
+def test_a_study_that_breaks_during_a_trial_holds_nobody_up() -> None:
+    names = ["a", "b", "c"]
+    world = World(*[Device(name, bowl(0.2, 0.5)) for name in names])
+    world.until(lambda: world.phases.get("a") == "measuring")
+    world.studies.broken.add("a")
+    world.until(lambda: all(world.settled(name) for name in names if name != "a"))
+    assert world.phase("a") == "waiting"
+    assert world.tuner.stats["broken_studies"]
 
 
 def test_a_lost_lease_means_hands_off() -> None:

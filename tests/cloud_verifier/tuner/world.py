@@ -16,7 +16,7 @@ from cloud_verifier.tuner.core.messages import Choice, Proposal, Record, TunerSe
 from cloud_verifier.tuner.core.readings import Reading
 from cloud_verifier.tuner.core.space import DEFAULT, Pair, from_search
 from cloud_verifier.tuner.core.studies import Told, again, first_pairs, leaders, next_again
-from cloud_verifier.tuner.database import StudyError
+from cloud_verifier.tuner.database import BrokenStudyError, StudyError
 from cloud_verifier.tuner.registry import Row
 from cloud_verifier.tuner.service import Tuner
 from cloud_verifier.tuner.sources import SourceError
@@ -103,7 +103,7 @@ class MemoryStudies:
 
     def ask(self, device: str, campaign: int, device_class: str) -> Proposal | Choice:
         if device in self.broken:
-            raise StudyError("broken")
+            raise BrokenStudyError("broken")
         key = (device, campaign)
         told, asked = self.told.setdefault(key, []), self.asked.setdefault(key, [])
         order = leaders(told)
@@ -127,7 +127,7 @@ class MemoryStudies:
         self, device: str, campaign: int, number: int, tpt: float, tokens: float, *, early: bool
     ) -> None:
         if device in self.broken:
-            raise StudyError("broken")
+            raise BrokenStudyError("broken")
         assert (device, campaign, number) not in self.ended
         self.ended[device, campaign, number] = "early" if early else "complete"
         pair = self.asked[device, campaign][number].pair
@@ -138,6 +138,8 @@ class MemoryStudies:
         self.ended[device, campaign, number] = cause
 
     def fail_running(self, device: str, campaign: int, cause: str) -> int:
+        if device in self.broken:
+            raise BrokenStudyError("broken")
         return 0
 
 
