@@ -140,8 +140,8 @@ class FleetChoices:
         self.real = bool(given)
         if self.real and args.traces is None:
             raise ConfigError(
-                "against a real target the texts must be known: record some with bench --record "
-                "and give them with --traces"
+                "against a real target the texts must be known: record some with bench --policies "
+                "cloud --scenarios loopback --record FILE and give them with --traces FILE"
             )
         self.policy = _policy(args.policy)
         if args.no_pipeline:
