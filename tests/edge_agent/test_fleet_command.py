@@ -51,7 +51,7 @@ def choices(*flags: str) -> FleetChoices:
         ("5 --policy local", "no policy of a fleet"),
         ("5 --policy all", "no policy of a fleet"),
         ("5 --traces missing", "missing cannot be read"),
-        ("5 --pair smollm2", "record some with bench --record"),
+        ("5 --pair smollm2", "--record FILE and give them with --traces FILE"),
         ("5 --pair smollm2 --target x --traces t", "not both"),
         ("5 --pair smollm2 --scripted-target --traces t", "--scripted-target stands alone"),
         ("5 --broker mqtt://127.0.0.1 --pair smollm2", "leave the target out"),
