@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import httpx
 
 PREFIX = "pipesd_device_"
+_EXPORTER = "pipesd_exporter_"
 #: The one question to Prometheus.
 QUERY = f'{{__name__=~"{PREFIX}({"|".join(SERIES)})"}}'
 #: Seconds for an answer, and its most bytes: 10,000 devices make about 15 MB.
@@ -75,7 +77,10 @@ class _HttpSource:
         self._url = url.rstrip("/")
         self._timeout = timeout
         self._httpx = httpx
-        self._client = client or httpx.Client(timeout=timeout, follow_redirects=False)
+        self._client = client or self._connect()
+
+    def _connect(self) -> httpx.Client:
+        return self._httpx.Client(timeout=self._timeout, follow_redirects=False)
 
     def close(self) -> None:
         self._client.close()
@@ -83,10 +88,16 @@ class _HttpSource:
     def _get(self, url: str, params: Mapping[str, str] | None = None) -> bytes:
         """The body of a good answer. The time-out holds for all of it, however it trickles in."""
         httpx = self._httpx
+        if self._client.is_closed:
+            self._client = self._connect()
         self.queries += 1
         deadline = time.monotonic() + self._timeout
         parts: list[bytes] = []
         size = 0
+        # httpx bounds single reads: a head that comes byte by byte would never end.
+        guard = threading.Timer(self._timeout, self._client.close)
+        guard.daemon = True
+        guard.start()
         try:
             with self._client.stream("GET", url, params=params) as answer:
                 for part in answer.iter_bytes():
@@ -99,8 +110,12 @@ class _HttpSource:
                 status = answer.status_code
         except httpx.TimeoutException:
             raise SourceError(f"{self._url} is slow: no answer in time", "timeout") from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
+            if time.monotonic() >= deadline:
+                raise SourceError(f"{self._url} is slow: no answer in time", "timeout") from None
             raise SourceError(f"{self._url} is away: {error}", "away") from None
+        finally:
+            guard.cancel()
         body = b"".join(parts)
         if status != 200:
             raise SourceError(f"{self._url} answers {status}: {_why(body)}", "status")
@@ -196,6 +211,8 @@ class ExporterSource(_HttpSource):
     def read(self) -> list[Reading]:
         """See Source."""
         text = self._get(self._url).decode("utf-8", "replace")
+        if _EXPORTER not in text and PREFIX not in text:
+            raise SourceError(f"{self._url} is no page of an exporter", "answer")
         found: dict[str, _Group] = {}
         for line in text.splitlines():
             if not line.startswith(PREFIX) or (match := _LINE.fullmatch(line)) is None:

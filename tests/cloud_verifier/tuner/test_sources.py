@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import socket
+import threading
 
 import httpx
 import pytest
@@ -166,6 +169,32 @@ def test_an_answer_that_trickles_in_is_given_up(monkeypatch) -> None:
     assert now[0] < 15.0
 
 
+def test_a_head_that_trickles_in_is_given_up_and_the_next_request_is_made() -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                while not over.wait(0.02):
+                    connection.sendall(b"A: b\r\n")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        source = PrometheusSource(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.3)
+        try:
+            for _ in range(2):  # the second meets a server that accepts and never answers
+                with pytest.raises(SourceError) as caught:
+                    source.read()
+                assert caught.value.cause == "timeout"
+        finally:
+            over.set()
+            thread.join()
+            source.close()
+    assert source.queries == 2
+
+
 @pytest.mark.parametrize("url", ["prometheus:9090", "ftp://x", "http://", "", "http:///path"])
 def test_an_address_that_cannot_be_is_refused(url) -> None:
     for make in (PrometheusSource, ExporterSource):
@@ -207,6 +236,14 @@ def test_lines_of_an_exporter() -> None:
     assert (one.device, one.committed, one.seconds, one.config_version) == ("a", 120.0, 6.5, 3)
     assert (one.machine, one.draft, one.online) == ('a "b" \\ c\n', "}", False)
     assert source.rejected == {"not_finite": 1, "sample": 1, "absent": 1}
+
+
+@pytest.mark.parametrize("text", ["", "<html>welcome</html>", "pipesd_verifier_sessions 3\n"])
+def test_a_page_of_something_else_is_no_fleet_without_devices(text) -> None:
+    with pytest.raises(SourceError) as caught:
+        exporter(text).read()
+    assert caught.value.cause == "answer"
+    assert exporter("pipesd_exporter_devices 0\n").read() == []
 
 
 def test_the_series_asked_for_are_those_that_there_are() -> None:
