@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from broker.llama_library import llama_library
 from broker.pairs import PAIRS
 from broker.vocabulary import vocab_hash
 from cloud_verifier.engine.prepare import prepare_target, tokenizer_tokens
@@ -42,8 +42,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    llama_library()  # with its log callback, which outlives this module as llama.cpp demands
     # One thread: two would wait for each other at every layer where the cores are shared.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
