@@ -35,6 +35,9 @@ class Configs:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._configs: dict[str, DeviceConfig] = {}
+        # Of these the ones that this connection has told of: a broker that begins anew may have
+        # lost what it retained, and then only the versions still mean something.
+        self._retained: set[str] = set()
         self._told = False
 
     def start(self) -> None:
@@ -51,15 +54,15 @@ class Configs:
         return self.transport.connected
 
     def known(self, device: str) -> DeviceConfig | None:
-        """What the broker retains for the device, as far as it was heard."""
+        """What was retained last for the device, as far as it was heard."""
         with self._lock:
             return self._configs.get(device)
 
     def publish(self, device: str, pair: Pair, *, anew: bool) -> int:
         """Tell the device to work with ``pair``; the version that it will acknowledge.
 
-        ``anew``: under a new version, even if it was told so already. The pair is clamped once
-        more: nothing outside (0, 1) leaves here, whoever asks. Raises TransportError.
+        ``anew``: under a new version, even if the broker retains it already. The pair is clamped
+        once more: nothing outside (0, 1) leaves here, whoever asks. Raises TransportError.
         """
         pair = clamp(pair.r1, pair.r2)
         if not (0.0 < pair.r1 < 1.0 and 0.0 < pair.r2 < 1.0):
@@ -69,7 +72,8 @@ class Configs:
             raise TransportError("the broker is away")
         with self._lock:
             known = self._configs.get(device)
-            if known is not None and not anew and (known.r1, known.r2) == (pair.r1, pair.r2):
+            stands = known is not None and (known.r1, known.r2) == (pair.r1, pair.r2)
+            if known is not None and stands and device in self._retained and not anew:
                 return known.version
             version = 1 if known is None or known.version >= MAX_POSITION else known.version + 1
             config = DeviceConfig(version, pair.r1, pair.r2)
@@ -92,6 +96,7 @@ class Configs:
             self.overflowed += 1
             return
         self._configs[device] = config
+        self._retained.add(device)
 
     def _on_message(self, message: Message) -> None:
         try:
@@ -107,8 +112,12 @@ class Configs:
                 self._keep(topic.device, config)
             else:
                 self._configs.pop(topic.device, None)
+                self._retained.discard(topic.device)
 
     def _changed(self, event: ConnectionEvent) -> None:
+        if event.state is not ConnectionState.CONNECTED:
+            with self._lock:
+                self._retained.clear()
         if event.state is ConnectionState.DISCONNECTED and not self._told:
             self._told = True
             log.warning("the broker is away (%s): trials wait", event.reason)

@@ -71,6 +71,26 @@ def test_the_same_pair_is_told_again_only_where_it_is_to_be_acknowledged_anew() 
     assert [config and config.version for config in place.heard] == [1, 2]
 
 
+def test_what_a_broker_forgot_over_a_restart_is_retained_again() -> None:
+    place = Place()
+    place.start()
+    pair = Pair(0.3, 0.4)
+    place.configs.publish("pi", pair, anew=False)
+    place.deliver()
+    # One that keeps what it retains tells it again, and nothing needs to be sent.
+    place.broker.cut("tuner")
+    place.broker.restore("tuner")
+    place.deliver()
+    assert place.configs.publish("pi", pair, anew=False) == 1
+    place.broker.cut("tuner")
+    place.retain(b"")  # what a broker does that keeps nothing
+    place.broker.restore("tuner")
+    place.deliver()
+    assert place.configs.publish("pi", pair, anew=False) == 2
+    place.deliver()
+    assert [config and config.version for config in place.heard] == [1, None, 2]
+
+
 def test_versions_begin_anew_at_the_end_of_the_numbers() -> None:
     place = Place()
     place.retain(encode(DeviceConfig(MAX_POSITION, 0.1, 0.2)))
