@@ -14,6 +14,7 @@ from broker.mqtt_settings import MqttSettings
 from broker.settings import Parser, add_config_flag
 from broker.transport import ConnectionEvent, ConnectionState
 from cloud_verifier.exporter.table import MAX_DEVICES, MAX_PAYLOAD, TTL_S, FleetTable
+from cloud_verifier.metrics_flags import MAX_PORT
 
 PORT = 9108
 _MOST_DEVICES = 1_000_000
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if not 0 <= args.port <= MAX_PORT:
+        raise ConfigError(f"--port {args.port} is outside 0 to {MAX_PORT}: {PORT} is usual")
     table = table_from(args)
     settings = listener_settings(args, "exporter")
     try:

@@ -101,8 +101,11 @@ class BrokerSource:
         return bool(self._failed)
 
     def wait(self, seconds: float) -> None:
-        """Listen for so long, or until the broker will not have us."""
+        """Listen for so long, or until the broker will not have us. Raises TransportError where
+        there is none."""
         self._changed.wait(seconds)
+        if not self._failed and not self._feed.transport.connected:
+            raise TransportError(f"no broker at {self.where}: start it there, or see --listen")
 
     def read(self) -> Any:
         """See Source. Raises TransportError once the broker will not have us."""

@@ -101,7 +101,11 @@ def add_tune_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="how trials are chosen: gp (default; needs torch), tpe, random",
     )
     parser.add_argument(
-        "--metrics-port", type=int, metavar="N", help=f"serve /metrics there (usually {PORT})"
+        "--metrics-port",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"port of /metrics (usually {PORT}); 0: none (the default)",
     )
     parser.add_argument(
         "--metrics-bind", default="127.0.0.1", metavar="ADDR", help="address of it (127.0.0.1)"
@@ -119,7 +123,7 @@ def add_tune_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     unpin = by_hand.add_parser("unpin", help="let a pinned device be tuned again")
     reset = by_hand.add_parser("reset", help="forget what was found for a device, and its config")
     for action in (pin, unpin, reset):
-        action.add_argument("device", metavar="DEVICE")
+        action.add_argument("device", metavar="DEVICE", help="its id, as tune status shows it")
         add_broker_flags(action)
         add_storage_flags(action)
         _add_common(action)
@@ -179,7 +183,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--trials {args.trials} is outside 1 to {MAX_TRIALS}: {TRIALS} is usual")
     if not 0.1 <= args.interval <= 3600.0:
         raise ConfigError(f"--interval {args.interval:g} is outside 0.1 to 3600 seconds")
-    if args.metrics_port is not None and not 0 <= args.metrics_port <= 65_535:
+    if not 0 <= args.metrics_port <= 65_535:
         raise ConfigError(f"--metrics-port {args.metrics_port} is outside 0 to 65535")
 
 
@@ -260,7 +264,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, tuner: Tuner) -> MetricsServer | None:
     """The tuner's /metrics, where they are wanted."""
-    if args.metrics_port is None:
+    if args.metrics_port == 0:
         return None
     from broker.metrics_http import MetricsServer, Page
     from cloud_verifier.tuner.figures import TunerFigures

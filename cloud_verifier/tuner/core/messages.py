@@ -47,8 +47,10 @@ class TunerSettings:
             raise ConfigError(f"{self.min_tokens} tokens a trial: give 1 to 1000000")
         if not (0 <= self.min_generations <= 1_000_000 and self.guard_tokens >= 1):
             raise ConfigError("generations of a trial and tokens of the guard: 0 and 1 at least")
-        if not (self.guard_factor > 1.0 and 0.0 < self.drift < 10.0):
-            raise ConfigError("the guard's factor is above 1, the drift between 0 and 10")
+        if not self.guard_factor > 1.0:
+            raise ConfigError(f"the guard's factor {self.guard_factor:g} is not above 1")
+        if not 0.0 < self.drift < 10.0:
+            raise ConfigError(f"--drift {self.drift:g} is not between 0 and 10: 0.2 is usual")
         if min(self.parallel, self.max_devices, self.ack_tries) < 1:
             raise ConfigError("searches at a time, devices and tries: at least 1")
         for name in (

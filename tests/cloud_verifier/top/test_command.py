@@ -133,6 +133,14 @@ def test_nobody_there_is_said_in_one_line(no_settings: None) -> None:
     error_line(call(PROGRAM, "top", "--exporter", url, "--once"), 3, url, program=PROGRAM)
 
 
+def test_no_broker_is_no_empty_fleet(no_settings: None) -> None:
+    url = f"mqtt://127.0.0.1:{free_port()}"
+    flags = ("--broker", url, "--once", "--listen", "0.2")
+    done = run_command(PROGRAM, "top", *flags)
+    assert (done.code, done.out) == (3, "")
+    assert f"no broker at {url}" in done.err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
