@@ -20,7 +20,9 @@ class Limits:
     ``unasked_tokens``: in a forward that nobody waits for. It is kept short, because who asks
     meanwhile waits for its end.
 
-    ``shared_drafts``: drafted tokens of several that wait, of each ``least_drafts`` at least.
+    ``draft_tokens``: drafted tokens of one session while others wait too. No edge as shipped is so
+    far ahead, and one that sends huge trees shall not set the pace of all. ``shared_drafts``:
+    those of ``crowd`` or more that wait, together, of each ``least_drafts`` at least.
     Devices draft on while they wait, so in a crowd more and more is judged that is probably wrong,
     and a forward of many tokens takes longer for everybody. What is left out is judged next time.
     """
@@ -28,6 +30,8 @@ class Limits:
     forward_tokens: int = 1024
     prefill_tokens: int = 256
     unasked_tokens: int = 32
+    draft_tokens: int = 64
+    crowd: int = 4
     shared_drafts: int = 32
     least_drafts: int = 5
 
@@ -74,7 +78,9 @@ def next_batch(sessions: Collection[VerifierSession], memory: Memory, limits: Li
     awaited = bool(ready) and ready[0].triggered
     spare = 0 if awaited else limits.unasked_tokens
     waiting = sum(session.triggered for session in ready)
-    share = max(limits.least_drafts, limits.shared_drafts // max(1, waiting))
+    share = limits.draft_tokens
+    if waiting >= limits.crowd:
+        share = max(limits.least_drafts, min(share, limits.shared_drafts // waiting))
     for session in ready:
         if room < 1:
             break

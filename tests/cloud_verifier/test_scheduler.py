@@ -66,7 +66,7 @@ def test_a_forward_takes_no_more_tokens_than_its_limit() -> None:
 
 
 def test_in_a_crowd_each_session_has_its_share_of_the_drafts_judged() -> None:
-    hand = attached(*"abcd", limits=Limits(shared_drafts=7, least_drafts=2))
+    hand = attached(*"abcd", limits=Limits(crowd=3, shared_drafts=7, least_drafts=2))
     hand.run()
     drafts = tuple(range(20, 30))
     hand.ask("a", *drafts)
@@ -77,6 +77,15 @@ def test_in_a_crowd_each_session_has_its_share_of_the_drafts_judged() -> None:
         hand.ask(device, *drafts)
     crowd = hand.forward()
     assert [seat.plan.judged for seat in crowd.seats] == [2, 2, 2]
+
+
+def test_two_or_three_are_no_crowd() -> None:
+    """Case 30: sessions of few and of many drafts have the verdicts that each has alone."""
+    hand = attached("a", "b", "c")
+    hand.run()
+    for device, count in (("a", 3), ("b", 40), ("c", 45)):
+        hand.ask(device, *range(20, 20 + count))
+    assert [seat.plan.judged for seat in hand.forward().seats] == [3, 40, 45]
 
 
 def test_asked_before_its_prefill_a_session_gets_there_by_pieces() -> None:
@@ -245,7 +254,7 @@ def test_those_who_cannot_have_a_slot_ask_nobody_for_one(
 
 
 def test_huge_trees_do_not_set_the_pace_of_others() -> None:
-    hand = attached("a", "b", limits=Limits(shared_drafts=8, least_drafts=4))
+    hand = attached("a", "b", limits=Limits(draft_tokens=4))
     hand.run()
     right = continuation(PROMPT, 40)
     hand.ask("a", *right[:20])
