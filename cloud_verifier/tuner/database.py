@@ -85,7 +85,10 @@ class Database:
         try:
             self.studies = self._open()
         except (sqlalchemy.exc.SQLAlchemyError, OSError, filelock.Timeout) as error:
-            raise ConfigError(f"cannot use --storage {self.shown}: {_first_line(error)}") from None
+            raise ConfigError(
+                f"cannot use --storage {self.shown}: {_first_line(error)}: see who holds it and "
+                "whether it is whole, or give another"
+            ) from None
 
     @contextlib.contextmanager
     def _alone(self, engine: Callable[[], Engine]) -> Iterator[None]:
