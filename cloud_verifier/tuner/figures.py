@@ -40,7 +40,7 @@ DRIFTS = ("tpt", "link")
 #: What else is counted, under ``pipesd_tuner_events_total``.
 EVENTS = (
     "restarts", "offered_again", "disobedient", "too_many_devices", "forgotten", "leases_lost",
-    "trials_left_behind", "put_off", "late", "overtaken", "broken_studies",
+    "trials_left_behind", "put_off", "late", "overtaken", "broken_studies", "table_full",
 )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Seconds without a beat after which a lease may be taken over.
 LEASE_S = 30.0
+#: Devices in the table: every one that ever told something, so a bound for who makes up names.
+MAX_ROWS = 100_000
 #: Devices of a class that are looked at.
 _MAX_CLASS = 200
 
@@ -39,12 +41,16 @@ class Row:
 
 
 class Registry:
-    """See the module. Every method raises StudyError when the database fails."""
+    """See the module. Every method raises StudyError when the database fails.
+
+    ``refused``: times that a new device found no room in the table.
+    """
 
     def __init__(self, database: Database, owner: str, *, lease_s: float = LEASE_S) -> None:
         """``owner``: unlike any other's, also of an earlier start."""
         self.owner = owner
         self.latest: dict[str, Row] = {}  # of the last sync
+        self.refused = 0
         self._database = database
         self._table = database.devices
         self._lease_s = lease_s
@@ -76,10 +82,15 @@ class Registry:
 
         table = self._table
         got: list[str] = []
+        room = MAX_ROWS - len(self.latest)
         with self._database.transaction() as connection:
             for device in devices:
                 known = self._beats.get(device)
                 if known is None:
+                    if room <= 0:
+                        self.refused += 1
+                        continue
+                    room -= 1
                     try:
                         with connection.begin_nested():
                             connection.execute(

@@ -128,8 +128,10 @@ class Tuner:
         wanted = self.core.strangers[:_MAX_ACQUIRED]
         if not wanted:
             return
+        refused = self.registry.refused
         try:
             records = self.registry.acquire(wanted, self._clock.now())
+            self.stats["table_full"] += self.registry.refused - refused
             for name, record in records.items():
                 try:
                     left = self.studies.fail_running(name, record.campaign, "tuner_gone")

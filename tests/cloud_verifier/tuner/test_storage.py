@@ -15,6 +15,7 @@ import optuna
 import pytest
 
 from broker.errors import ConfigError
+from cloud_verifier.tuner import registry as registry_module
 from cloud_verifier.tuner.core.messages import Choice, Proposal, Record
 from cloud_verifier.tuner.core.space import DEFAULT, Pair
 from cloud_verifier.tuner.database import BrokenStudyError, Database, StudyError, default_url
@@ -275,6 +276,18 @@ def test_a_device_has_one_tuner_while_that_lives(database) -> None:
         other.sync(now)
         assert other.acquire(["a", "b"], now) == {}
     assert {row.owner for row in one.rows().values()} == {"one"}
+
+
+def test_the_table_of_devices_is_bounded(database, monkeypatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_ROWS", 2)
+    one, other = two(database)
+    assert set(one.acquire(["a", "b", "c"], 0.0)) == {"a", "b"}
+    one.sync(1.0)
+    assert one.acquire(["d"], 1.0) == {}
+    assert one.refused == 2
+    one.release()
+    other.sync(2.0)
+    assert set(other.acquire(["a", "b", "c"], 2.0)) == {"a", "b"}
 
 
 def test_a_dead_tuners_lease_is_taken_over_by_one(database) -> None:

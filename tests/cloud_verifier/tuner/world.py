@@ -152,6 +152,7 @@ class MemoryRegistry:
         self.records: dict[str, Record] = {}
         self.away = False
         self.taken: set[str] = set()
+        self.refused = 0
 
     def sync(self, now: float) -> dict[str, Row]:
         if self.away:
