@@ -233,12 +233,9 @@ class VerifierCore:
         )
         old = self.sessions.get(key)
         if old is not None:
-            # The edge attached again: what the cache holds of the same text is still right, up to
-            # where a forward that runs now may be writing.
+            # The edge attached again: what the cache holds of the same text is still right. A
+            # forward that runs now writes behind what is settled.
             session.cached = min(old.settled, session.common_prefix(old), session.length - 1)
-            for seat in self._running.seats if self._running else ():
-                if seat.session is old:
-                    session.cached = min(session.cached, seat.plan.keep)
             self._memory.hand_over(old, session)
             del self._keys[old]
             self._over.pop(key, None)
