@@ -149,6 +149,9 @@ class VerifierRuntime:
             self._work.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+            with self._work:
+                self.core.drain(at_once=True)  # the forward takes longer than there is time for
+                self._publish()
         self._transport.stop(timeout)
 
     @property

@@ -153,12 +153,19 @@ class VerifierCore:
         messages, self._outbox = self._outbox, []
         return messages
 
-    def drain(self) -> None:
-        """Take nothing new and hand every session back: they open again elsewhere."""
+    def drain(self, *, at_once: bool = False) -> None:
+        """Take nothing new and hand every session back: they open again elsewhere.
+
+        Those in the forward that runs have its verdict first, unless it is to be ``at_once``.
+        """
         self.draining = True
+        running = self._running.seats if self._running and not at_once else ()
+        busy = {seat.session for seat in running}
         for key, held in list(self.sessions.items()):
-            self._say(key, Closed(held.attach, CLOSED_MOVED))
-            self._forget(key)
+            if held not in busy:
+                self._outbox.extend(Outgoing(*key, message) for message in held.take_messages())
+                self._say(key, Closed(held.attach, CLOSED_MOVED))
+                self._forget(key)
 
     def _say(self, key: SessionKey, message: VerifierMessage) -> None:
         self._outbox.append(Outgoing(*key, message))
@@ -296,6 +303,8 @@ class VerifierCore:
                 faults.append(fault)
                 self._say(key, Closed(seat.session.attach, CLOSED_ERROR))
                 self._forget(key, remember=False)
+        if self.draining:
+            self.drain()
         return faults
 
     def _take_answer(

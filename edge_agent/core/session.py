@@ -549,6 +549,9 @@ class EdgeSession:
             raise LocalProtocolError("a session ends once")
         if self._state is State.ACTIVE:
             self._up.put(Close(self.attach), self.verifier)
+        elif self._at.left is not None and self._at.connected:
+            verifier, attach = self._at.left
+            self._up.put(Close(attach), verifier)
         self._state = State.DONE
         self.finish = reason
         self._up.drop_request()

@@ -416,19 +416,33 @@ def test_an_answer_that_cannot_be_taken_in_costs_its_own_session_only() -> None:
 
 def test_drain_hands_everything_back_and_takes_nothing_new() -> None:
     hand = attached("a", "b")
+    hand.run()
     hand.ask("a")
     running = hand.forward()
+    assert hand.seated(running) == ["a"]
     hand.core.drain()
     hand.open("c")
-    told = hand.told()
-    assert dict(told[:2]) == {each: Closed(1, CLOSED_MOVED) for each in "ab"}
-    refused = told[2][1]
-    assert isinstance(refused, Refused)
-    assert refused.retry_after > 0
+    idle, refused = hand.told()
+    assert idle == ("b", Closed(1, CLOSED_MOVED))
+    assert isinstance(refused[1], Refused)
+    assert refused[1].retry_after > 0
     hand.finish(running)
-    assert hand.told() == []
+    verdict, closed = hand.told()
+    assert verdict[0] == "a"
+    assert isinstance(verdict[1], Verdict), "the forward under way was not for nothing"
+    assert closed == ("a", Closed(1, CLOSED_MOVED))
     assert hand.core.next_effect() is None
     assert hand.core.get_timer() is None
+
+
+def test_a_drain_at_once_waits_for_no_forward() -> None:
+    hand = attached("a", "b")
+    hand.ask("a")
+    running = hand.forward()
+    hand.core.drain(at_once=True)
+    assert dict(hand.told()) == {each: Closed(1, CLOSED_MOVED) for each in "ab"}
+    hand.finish(running)
+    assert hand.told() == []
 
 
 def test_an_idle_session_expires_and_any_word_keeps_it() -> None:

@@ -301,6 +301,16 @@ def test_a_silent_verifier_is_told_once_another_has_the_session() -> None:
     assert not any(isinstance(message, Close) for message in hand.sent())
 
 
+def test_a_silent_verifier_is_told_when_nobody_else_takes_the_session() -> None:
+    hand = opened(OFTEN)
+    hand.draft(1, confidence=0.1)
+    while hand.session.state is not State.DONE:
+        hand.sent()
+        hand.fire()
+    assert hand.outgoing() == [("v1", Close(1))]
+    assert "no verifier answered" in str(error_of(hand))
+
+
 def test_a_verifier_that_has_closed_the_session_is_told_nothing() -> None:
     hand = opened()
     close(hand, CLOSED_MOVED)
