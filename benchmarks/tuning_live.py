@@ -10,9 +10,10 @@ link becomes far, and nobody tells the tuner.
 The device neither sends nor drafts ahead (``bench --fleet --no-pipeline``), since to one that does
 nearly every pair is as good (docs/tuning.md): with ``--pipelined`` it does.
 
-Some five minutes, most of them spent waiting for an emulated link, on any machine. Exit code 1 when a mark is missed: the pair found is within 10 % of the best of those
-pinned and, without the pipeline, at least 15 % ahead of the one it began with; the change of the
-link is noticed and ends in a new pair.
+Some five minutes, most of them spent waiting for an emulated link, on any machine. Exit code 1 when
+a mark is missed: the pair found is within 10 % of the best of those pinned and, without the
+pipeline, at least 15 % ahead of the one it began with; the change of the link is noticed and ends
+in a new pair.
 """
 
 from __future__ import annotations
