@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dashboards.model import Dashboard, Panel, Query, Row, Variable
+from dashboards.panels import graph, stat
 from dashboards.promql import device_gauge, device_rate, quantile, ratio
 
 UID = "pipesd-device"
@@ -10,54 +13,8 @@ CHOSEN = 'device="$device"'
 SILENT = "This device has not reported in this time"
 IDLE = "This device does not generate now"
 TOKENS = "suffix: tok/s"
-
-
-def _stat(
-    title: str,
-    unit: str,
-    description: str,
-    expr: str,
-    *,
-    empty: str = SILENT,
-    decimals: int | None = None,
-    names: tuple[tuple[float, str, str], ...] = (),
-) -> Panel:
-    return Panel(
-        title,
-        "stat",
-        unit,
-        description,
-        empty,
-        (Query(expr),),
-        width=3,
-        height=4,
-        decimals=decimals,
-        names=names,
-    )
-
-
-def _graph(
-    title: str,
-    unit: str,
-    description: str,
-    *queries: Query,
-    empty: str = SILENT,
-    least: float | None = 0,
-    most: float | None = None,
-    stacked: bool = False,
-) -> Panel:
-    return Panel(
-        title,
-        "timeseries",
-        unit,
-        description,
-        empty,
-        queries,
-        width=8,
-        least=least,
-        most=most,
-        stacked=stacked,
-    )
+_stat = partial(stat, empty=SILENT, width=3)
+_graph = partial(graph, empty=SILENT)
 
 
 def _now() -> Row:

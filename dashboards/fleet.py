@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dashboards.model import Column, Dashboard, Panel, Query, Row, Variable
+from dashboards.panels import stat
 from dashboards.promql import (
     device_gauge,
     each,
@@ -29,86 +30,60 @@ def _now() -> Row:
     return Row(
         "Now",
         (
-            Panel(
+            stat(
                 "Devices online",
-                "stat",
                 "none",
                 "Devices whose retained status says online.",
-                NOBODY,
-                (Query(f"sum({device_gauge('online', CHOSEN)})"),),
-                width=4,
-                height=4,
+                f"sum({device_gauge('online', CHOSEN)})",
+                empty=NOBODY,
             ),
-            Panel(
+            stat(
                 "Generating",
-                "stat",
                 "none",
                 "Generations that run now, over all devices.",
-                NOBODY,
-                (Query(f"sum({device_gauge('active_generations', CHOSEN)})"),),
-                width=4,
-                height=4,
+                f"sum({device_gauge('active_generations', CHOSEN)})",
+                empty=NOBODY,
             ),
-            Panel(
+            stat(
                 "Tokens",
-                "stat",
                 TOKENS,
                 "Committed tokens per second of the whole fleet.",
-                NOBODY,
-                (Query(committed),),
-                width=4,
-                height=4,
+                committed,
+                empty=NOBODY,
                 decimals=1,
             ),
-            Panel(
+            stat(
                 "Time per token",
-                "stat",
                 "s",
                 "TPT: generation time by committed tokens, over all tokens of the fleet.",
-                IDLE,
-                (Query(ratio(fleet_rate("generation_seconds_total", CHOSEN), committed)),),
-                width=4,
-                height=4,
+                ratio(fleet_rate("generation_seconds_total", CHOSEN), committed),
+                empty=IDLE,
                 decimals=1,
             ),
-            Panel(
+            stat(
                 "Acceptance",
-                "stat",
                 "percentunit",
                 "Share of the judged draft tokens that the target accepted.",
-                IDLE,
-                (
-                    Query(
-                        ratio(
-                            fleet_rate("accepted_tokens_total", CHOSEN),
-                            fleet_rate("judged_tokens_total", CHOSEN),
-                        )
-                    ),
+                ratio(
+                    fleet_rate("accepted_tokens_total", CHOSEN),
+                    fleet_rate("judged_tokens_total", CHOSEN),
                 ),
-                width=4,
-                height=4,
+                empty=IDLE,
                 decimals=1,
                 least=0,
                 most=1,
                 base="red",
                 thresholds=((0.3, "orange"), (0.6, "green")),
             ),
-            Panel(
+            stat(
                 "Local mode",
-                "stat",
                 "percentunit",
                 "Share of generation time that devices spent without the cloud.",
-                IDLE,
-                (
-                    Query(
-                        ratio(
-                            fleet_rate("local_seconds_total", CHOSEN),
-                            fleet_rate("generation_seconds_total", CHOSEN),
-                        )
-                    ),
+                ratio(
+                    fleet_rate("local_seconds_total", CHOSEN),
+                    fleet_rate("generation_seconds_total", CHOSEN),
                 ),
-                width=4,
-                height=4,
+                empty=IDLE,
                 decimals=1,
                 least=0,
                 base="green",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dashboards.model import Column, Dashboard, Panel, Query, Row, Variable
+from dashboards.panels import graph, stat
 from dashboards.promql import device_gauge, each, rate, ratio, selector
 
 UID = "pipesd-tuner"
@@ -12,6 +15,8 @@ NONE = "No tuner is scraped: does it run with --metrics-port?"
 UNTUNED = "No device is tuned in this time"
 #: Devices in a table, and in a graph.
 ROWS, LINES = 200, 20
+_stat = partial(stat, empty=NONE)
+_graph = partial(graph, empty=NONE)
 
 
 def counter(name: str, by: str = "", where: str = "") -> str:
@@ -27,53 +32,6 @@ def gauge(name: str, by: str = "", where: str = "") -> str:
 
 def of_device(name: str) -> str:
     return each(selector(f"pipesd_tuner_device_{name}", CHOSEN))
-
-
-def _stat(
-    title: str,
-    unit: str,
-    description: str,
-    expr: str,
-    *,
-    empty: str = NONE,
-    decimals: int | None = None,
-    names: tuple[tuple[float, str, str], ...] = (),
-) -> Panel:
-    return Panel(
-        title,
-        "stat",
-        unit,
-        description,
-        empty,
-        (Query(expr),),
-        width=4,
-        height=4,
-        decimals=decimals,
-        names=names,
-    )
-
-
-def _graph(
-    title: str,
-    unit: str,
-    description: str,
-    *queries: Query,
-    empty: str = NONE,
-    stacked: bool = False,
-    most: float | None = None,
-) -> Panel:
-    return Panel(
-        title,
-        "timeseries",
-        unit,
-        description,
-        empty,
-        queries,
-        width=8,
-        least=0,
-        most=most,
-        stacked=stacked,
-    )
 
 
 def _now() -> Row:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dashboards.model import Dashboard, Panel, Query, Row, Variable
+from dashboards.panels import graph, stat
 from dashboards.promql import LONG, rate, ratio
 
 UID = "pipesd-verifier"
@@ -14,6 +17,8 @@ NONE = "No verifier is scraped: does it run with --metrics-port, and does Promet
 IDLE = "Nothing was verified in this time"
 IDLE_STAGE = 'stage="idle"'
 TOKENS = "suffix: tok/s"
+_stat = partial(stat, empty=NONE)
+_graph = partial(graph, empty=NONE)
 
 
 def mine(expression: str, by: str = "verifier") -> str:
@@ -41,57 +46,6 @@ def busy() -> str:
 def _quantile(share: float, name: str) -> str:
     buckets = mine(rate(f"pipesd_verifier_{name}_bucket", window=LONG), "le, verifier")
     return f"histogram_quantile({share:g}, {buckets})"
-
-
-def _graph(
-    title: str,
-    unit: str,
-    description: str,
-    *queries: Query,
-    empty: str = NONE,
-    most: float | None = None,
-    stacked: bool = False,
-    thresholds: tuple[tuple[float, str], ...] = (),
-) -> Panel:
-    return Panel(
-        title,
-        "timeseries",
-        unit,
-        description,
-        empty,
-        queries,
-        width=8,
-        least=0,
-        most=most,
-        stacked=stacked,
-        thresholds=thresholds,
-    )
-
-
-def _stat(
-    title: str,
-    unit: str,
-    description: str,
-    expr: str,
-    *,
-    empty: str = NONE,
-    decimals: int | None = None,
-    base: str = "text",
-    thresholds: tuple[tuple[float, str], ...] = (),
-) -> Panel:
-    return Panel(
-        title,
-        "stat",
-        unit,
-        description,
-        empty,
-        (Query(expr),),
-        width=4,
-        height=4,
-        decimals=decimals,
-        base=base,
-        thresholds=thresholds,
-    )
 
 
 def _now() -> Row:
