@@ -51,6 +51,7 @@ format: $(READY)
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 test: check models
+	@echo "pipesd: running the tests, $(JOBS) files at a time (JOBS=)"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 $(ARGS)
 
 bench: $(READY)

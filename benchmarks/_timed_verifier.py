@@ -15,27 +15,19 @@ from typing import Any
 
 from cloud_verifier import cli, runtime
 from cloud_verifier.engine.target import Target, Work
+from cloud_verifier.engine.wrapped import WrappedTarget
 from cloud_verifier.runtime import VerifierRuntime
 from cloud_verifier.scripted import STATS, counters
 
 _ENGINE, _MAIN, _END = "engine", "MainThread", "until-eof"
 
 
-class _Timed:
+class _Timed(WrappedTarget):
     """``target``; ``wall_s`` and ``cpu_s``: of the calling thread in its forwards."""
 
     def __init__(self, target: Target) -> None:
-        self.name = target.name
-        self.vocab_size = target.vocab_size
-        self.vocab_hash = target.vocab_hash
-        self.eos_ids = target.eos_ids
-        self.context = target.context
-        self.max_slots = target.max_slots
-        self.block_tokens = target.block_tokens
-        self.total_blocks = target.total_blocks
-        self.close = target.close
+        super().__init__(target)
         self.wall_s = self.cpu_s = 0.0
-        self._target = target
 
     def forward(self, batch: Sequence[Work]) -> list[list[int]]:
         """As ``Target.forward``."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from broker.errors import ConfigError
 from cloud_verifier.engine.target import Target, Work
+from cloud_verifier.engine.wrapped import WrappedTarget
 
 MAX_FLOOR_S = 60.0
 
@@ -19,7 +20,7 @@ def check_floor(floor_s: float) -> float:
     return floor_s
 
 
-class SlowTarget:
+class SlowTarget(WrappedTarget):
     """``target``, each of whose forwards takes at least ``floor_s`` seconds; else it is the same.
 
     The rest of a forward that was quicker is waited out passively. Implements ``Target``.
@@ -34,15 +35,7 @@ class SlowTarget:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.name = target.name
-        self.vocab_size = target.vocab_size
-        self.context = target.context
-        self.vocab_hash = target.vocab_hash
-        self.eos_ids = target.eos_ids
-        self.max_slots = target.max_slots
-        self.block_tokens = target.block_tokens
-        self.total_blocks = target.total_blocks
-        self._target = target
+        super().__init__(target)
         self._floor_s = check_floor(floor_s)
         self._clock = clock
         self._sleep = sleep
@@ -55,7 +48,3 @@ class SlowTarget:
         if left > 0.0:
             self._sleep(left)
         return choices
-
-    def close(self) -> None:
-        """Close the target."""
-        self._target.close()

@@ -370,8 +370,8 @@ class EdgeSession:
         elif self._opening_asks:
             self._up.asked_by_opening(now)
 
-    def _close_left(self, verifier: str) -> None:
-        """Another replica has the session: the silent one need not keep its place for us."""
+    def _close_left(self, verifier: str | None) -> None:
+        """Another replica has the session, or none any more: a silent one need not keep it."""
         left, self._at.left = self._at.left, None
         if left is not None and left[0] != verifier:
             self._up.put(Close(left[1]), left[0])
@@ -549,9 +549,8 @@ class EdgeSession:
             raise LocalProtocolError("a session ends once")
         if self._state is State.ACTIVE:
             self._up.put(Close(self.attach), self.verifier)
-        elif self._at.left is not None and self._at.connected:
-            verifier, attach = self._at.left
-            self._up.put(Close(attach), verifier)
+        elif self._at.connected:
+            self._close_left(None)
         self._state = State.DONE
         self.finish = reason
         self._up.drop_request()
