@@ -21,7 +21,7 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     size = int(float(found[1]) * _UNITS[found[2].upper()]) if found and len(text) <= 32 else 0
     if size < 1:
-        raise ConfigError(f"size {text[:32]!r} is none: write it like 512M or 2G")
+        raise ConfigError(f"--kv-budget {text[:32]!r} is no size: write it like 512M or 2G")
     return size
 
 
